@@ -2,6 +2,7 @@
 
     pass     (front, context) → candidates: graphs that are to be planned, or plans of one
     round    each pass once, in order, on the graphs that are open; one more as long as a pass opens others
+    end      no pass begins once the user has asked for an end and there is a plan
     best     of the plans that a profile cannot tell from the fastest, the one of the fewest substitutions
 
 After each pass the best plan is verified. What the verifier refuses is left out, with its reason as a row of the
@@ -106,7 +107,7 @@ class Context:
     progress: Report | None = None
     passes: Passes = field(default_factory=lambda: Passes(None))
     rows: list[Tried] = field(default_factory=list)
-    rewriting: Rewriting | None = None
+    rewriting: Callable[[], Rewriting] | None = None  # says what came of equal graphs, at the end
 
     def __post_init__(self) -> None:
         self._blocks: dict[str, Blocks] = {}
@@ -140,6 +141,12 @@ class Context:
     def profiles(self) -> Mapping[str, Profile]:
         """Of all kinds of devices."""
         return profiles_of(self.request.mesh)
+
+    def limit_bytes(self, ranks: range) -> int:
+        """What a device of these ranks, which are of one kind, may hold."""
+        group = self.request.mesh.group_of(ranks)
+        own = self.profiles[group.profile].shared_by(group.devices_per_node)
+        return self.request.memory_limit or own.usable_bytes
 
     def nearby(self, front: Front) -> Request:
         """What is asked of an equal graph in a given outline: what the best plan of the model's own computes again."""
@@ -270,6 +277,8 @@ def search(passes: Sequence[Pass], graph: Graph, context: Context) -> tuple[Grap
     front = Front(graph)
     while front.next_round():
         for one in passes:
+            if is_interrupted() and front.best is not None:
+                return front.best.graph, _told(front.best, context)
             _run(one, front, context)
     if front.best is None:
         raise next((error for error in front.refusals if isinstance(error, InfeasibleError)), front.refusals[0])
@@ -310,7 +319,8 @@ def _told(best: Candidate, context: Context) -> Plan:
             )
         )  # fmt: skip
     said = f"interrupted, {plan.search.stop_reason}" if is_interrupted() else plan.search.stop_reason
-    report = replace(plan.search, tried=tuple(rows), rewriting=context.rewriting, stop_reason=said)
+    rewriting = None if context.rewriting is None else context.rewriting()
+    report = replace(plan.search, tried=tuple(rows), rewriting=rewriting, stop_reason=said)
     return replace(plan, substitutions=best.variant.steps, search=report)
 
 

@@ -29,6 +29,7 @@ from autopar.microbatch import check_plan
 from autopar.passes.balance import balance
 from autopar.passes.branch import branch
 from autopar.passes.fit import fit
+from autopar.passes.keep import keep
 from autopar.passes.kinds import kinds
 from autopar.passes.place import place
 from autopar.passes.refine import refine
@@ -48,6 +49,7 @@ PASSES = (
     place,  # a graph → plans of one stage on every logical mesh, ZeRO storage and recomputation among them    Alpa
     balance,  # a graph → on unequal devices, shares of each batch by speed
     kinds,  # a graph → on unequal devices, stages of one kind each
+    keep,  # a graph → on unequal devices, the best plan with fewer blocks computed again, stage by stage
     fit,  # a graph of which nothing fits → the plan of least memory, or the limit that would do
     template,  # the best plan → templates that people run, where they are faster
     rewrite,  # the best plan → graphs equal to the model's, to be planned near it                       TASO, Unity
@@ -134,7 +136,7 @@ def planned(graph: Graph, request: Request, progress: Report | None = None) -> P
 @without_collector()
 def placed(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
     """The fastest plan that fits of a traced model by placements and stages alone. Raises like `parallelize`."""
-    return search((stage, place, balance, kinds, fit), graph, Context(request, progress))[1]
+    return search((stage, place, balance, kinds, keep, fit), graph, Context(request, progress))[1]
 
 
 @faults_told()

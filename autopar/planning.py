@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -32,7 +33,7 @@ from autopar.ops import coverage
 from autopar.ops.table import operator
 from autopar.refusal import fit_or_refuse
 from autopar.request import Request
-from autopar.simulate import predict, simulate, traffic, traffic_by_submesh
+from autopar.simulate import predict, prices_of, simulate, traffic, traffic_by_submesh
 from autopar.trace import Blocks
 from autopar.tunables import FIT_TRIES, LEAST_SOLVE_S
 from autopar.zero import (
@@ -212,6 +213,19 @@ class Place:
         rules = (*self.request.constraints, *self.part.constraints)
         part = self.part
         return open_options(part.graph, part.blocks, self.axes, self.costs, self._storages, rules, part.whole)
+
+    def work_ns(self, profile: Profile) -> Mapping[str, int]:
+        """By operator, what a device computes of it in a step at least: each in its fastest strategy, nothing sent."""
+        graph, blocks, mesh = self.part.graph, self.part.blocks, self.request.mesh
+        ranks = math.prod(axis.size for axis in self.axes)
+        prices = prices_of(graph, self.draft(), profile, min(ranks, mesh.devices_per_node), is_staged=True)
+        known: dict[str, int] = {}
+        for node in graph.nodes:
+            one = blocks.representative_node(node.name)
+            if one not in known:
+                known[one] = prices.least_ns(graph.node_by_name[one], self.options.strategies[one])
+        count = self.part.microbatches
+        return {node.name: count * known[blocks.representative_node(node.name)] for node in graph.nodes}
 
     @property
     def shared_profile(self) -> Profile:

@@ -4,7 +4,8 @@
     rows of each kind of rank           `best_rows`: simulated step time, within each device's memory
     axes with shares                    `ir.shares`; simulated with all profiles (`simulate.together`)
 
-Ranks of one kind get equally many rows of each microbatch. There is no bound on how much better it could be.
+Ranks of one kind get equally many rows of each microbatch. Some kind gets as many as an equal share, or more: so no
+step is shorter than what the fastest kind takes to compute that much.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 from autopar.cost import Profile
 from autopar.errors import InfeasibleError, MeshError, PlacementError, PlanError
@@ -27,7 +28,7 @@ from autopar.microbatch import batch_types
 from autopar.planning import DividedGraph, Place, divided
 from autopar.refusal import devices_hold_more
 from autopar.request import Request
-from autopar.simulate import Timeline, predict, simulate
+from autopar.simulate import Incremental, Timeline, predict
 from autopar.template import check_split
 
 Rows = tuple[int, ...]
@@ -68,12 +69,17 @@ def moves(rows: Rows, ranks: Sequence[int], step: int) -> Iterator[Rows]:
 
 
 def best_rows(start: Rows, ranks: Sequence[int], cost: Callable[[Rows], Cost]) -> Rows:
-    """Descends from a start by exchanges of rows between two kinds, in ever smaller steps, to where none helps."""
-    best, step = start, 1 << max(0, max(start).bit_length() - 3)
+    """Descends from a start by exchanges of rows between two kinds to where none helps.
+
+    Steps are of one exchange, twice as long after each that helped, half as long after each that did not: a start by
+    speed is near the end. Where memory decides, which speed knows nothing of, the first is an eighth of the rows.
+    """
+    fits = cost(start)[0] == 0
+    best, step = start, 1 if fits else 1 << max(0, max(start).bit_length() - 3)
     while step:
         found = min(moves(best, ranks, step), key=cost, default=best)
         if cost(found) < cost(best):
-            best = found
+            best, step = found, 2 * step if fits else step
         else:
             step //= 2
     return best
@@ -133,6 +139,11 @@ class SharedBatch:
         ]
 
     @property
+    def tightest(self) -> int:
+        """The kind of the least memory."""
+        return min(range(len(self.kinds)), key=lambda kind: self.limits[kind])
+
+    @property
     def num_rows(self) -> int:
         """Of a microbatch."""
         graph = self.part.graph
@@ -172,7 +183,7 @@ class SharedBatch:
         The first is for their equal part of the rows, a further one for half of that (or less, where both need more
         memory than there is): a draft is as good as the rows are near to those that it was made for.
         """
-        least = min(range(len(self.kinds)), key=lambda kind: self.limits[kind])
+        least = self.tightest
         found: dict[int, Plan] = {}
         for fraction in (1, 2, 4, 8):
             if found and fraction > 2:
@@ -214,14 +225,14 @@ class SharedBatch:
         if not drafts:
             raise self.refusals[0]
         best = min(drafts, key=self.cost) if split == "equal" else self._by_speed(drafts)
-        timeline = self._timeline(best)
+        timeline = self.timeline(best)
         if any(self._over(timeline)):
             raise self._does_not_fit(timeline)
         return self.part.with_traffic(replace(best, predicted=predict(timeline)))
 
     def _by_speed(self, drafts: Sequence[Plan]) -> Plan:
         """Of the drafts, that which is best with rows by the speed of computing, with the rows that are best for it."""
-        lanes = self._timeline(drafts[0]).lanes
+        lanes = self.timeline(drafts[0]).lanes
         speeds = [1 / max(1, lane.breakdown.compute_ns) for lane in lanes]
         start = near_rows(self.num_rows, self.counts, speeds)
         if start is None:
@@ -229,9 +240,9 @@ class SharedBatch:
                 f"expected a microbatch whose rows can be shared out over {self.mesh}, equally among those of a kind, "
                 f"found {self.num_rows} for {' + '.join(map(str, self.counts))} parts; take another batch size"
             )
-        draft = min(drafts, key=lambda draft: self.cost(self._shared(draft, start)))
-        rows = best_rows(start, self.counts, cache(lambda rows: self.cost(self._shared(draft, rows))))
-        return self._shared(draft, rows)
+        cost = cache(lambda number, rows: self.cost(self._shared(drafts[number], rows)))
+        number = min(range(len(drafts)), key=lambda number: cost(number, start))
+        return self._shared(drafts[number], best_rows(start, self.counts, partial(cost, number)))
 
     def cost(self, plan: Plan) -> Cost:
         """What a plan of one microbatch is compared by; the largest where something is cut that cannot be."""
@@ -239,8 +250,22 @@ class SharedBatch:
             check_shares(self.part.graph, plan.stage)
         except PlacementError:
             return sys.maxsize, sys.maxsize
-        timeline = self._timeline(plan)
+        timeline = self.timeline(plan)
         return sum(self._over(timeline)), timeline.step_time_ns
+
+    def step_time_ns(self, plan: Plan, until_ns: float = math.inf) -> int:
+        """What a plan of one microbatch takes; more than anything where something is cut that cannot be."""
+        return self.cost(plan)[1]
+
+    def excess_bytes(self, plan: Plan, limit_bytes: int) -> int:
+        """Bytes beyond what devices can hold: each has a limit of its own, whatever the plan's is."""
+        return self.cost(plan)[0]
+
+    @cached_property
+    def least_step_ns(self) -> int:
+        """What a step takes at least on these axes, however samples are shared out."""
+        places = (self.place(group, self.part) for group in self.mesh.groups)
+        return min(sum(place.work_ns(place.shared_profile).values()) for place in places)
 
     def _shared(self, draft: Plan, rows: Rows) -> Plan:
         """The plan with so many rows for each rank of a kind."""
@@ -249,8 +274,13 @@ class SharedBatch:
         first = self.axes[0]._replace(shares=tuple(shares) if len(set(shares)) > 1 else ())
         return draft.placed(axes=(first, *self.axes[1:]))
 
-    def _timeline(self, plan: Plan) -> Timeline:
-        return simulate(self.part.graph, plan, self.profiles)
+    @cached_property
+    def _simulator(self) -> Incremental:
+        return Incremental(self.part.graph, self.profiles)
+
+    def timeline(self, plan: Plan) -> Timeline:
+        """A plan of one microbatch on all devices, simulated."""
+        return self._simulator.timeline(plan)
 
     def _over(self, timeline: Timeline) -> list[int]:
         """By kind, the bytes beyond what a device can hold."""

@@ -99,6 +99,9 @@ may be larger than need be; doubled, refusals take longer."""
 
 BALANCE_SHARE = 0.5
 """Of the budget, for shares of the batch where stages of one kind of device are looked for, too."""
+KINDS_SHARE = 0.8
+"""Of the budget, until when stages of one kind each are looked for where plans are refined after that: whole models are
+simulated there, which takes all of its time. At 1, planning takes that much longer; halved, fewer axes are seen."""
 LEAST_SEARCH_S = 1.0
 """What a search has at least, however long others took."""
 UNEQUAL_CHUNKS = 2

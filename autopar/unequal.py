@@ -98,16 +98,38 @@ class UnequalStages:
         """
         return {self.kind(ranks): self._solved(ranks) for ranks in self.ranks}
 
-    def _solved(self, ranks: range) -> Plan:
-        mesh, axes, profile = self.mesh.part(ranks), self.axes[self.kind(ranks)], self.profile_of(ranks)
+    def _place(self, ranks: range) -> Place:
+        """The problem of the whole model on a stage's axes."""
+        profile = self.profile_of(ranks)
         limit = self.request.memory_limit or profile.usable_bytes
+        request = replace(self.request, mesh=self.mesh.part(ranks), memory_limit=limit)
+        return Place(self.part, self.axes[self.kind(ranks)], request, profile)
+
+    def _solved(self, ranks: range) -> Plan:
+        mesh, axes = self.mesh.part(ranks), self.axes[self.kind(ranks)]
+        limit = self.request.memory_limit or self.profile_of(ranks).usable_bytes
         room = sum(self.limits) // self.chunks
         key = mesh, axes, limit, room, self.part.microbatches, self.request.recompute
         if key not in self.known:
-            place = Place(self.part, axes, replace(self.request, mesh=mesh, memory_limit=limit), profile)
             budget = self.request.budget
-            self.known[key] = place.placements.plan(room, budget.seconds, budget.seed, budget.gap)
+            self.known[key] = self._place(ranks).placements.plan(room, budget.seconds, budget.seed, budget.gap)
         return self.known[key]
+
+    @cached_property
+    def least_step_ns(self) -> int:
+        """What a step takes at least on these axes, whichever operators each submesh runs.
+
+        By duality: with weights w that add up to one, max over submeshes of their time ≥ Σ w · time of each
+        ≥ Σ over operators of the least w · time on a submesh. Weights are as the speeds of submeshes. Where ranks share
+        cores, those that wait leave theirs to others: none is as slow as all at once.
+        """
+        kinds = {self.kind(ranks): ranks for ranks in self.ranks}
+        found = {kind: self._place(ranks).work_ns(self.profiles[kind]) for kind, ranks in kinds.items()}
+        works = [found[self.kind(ranks)] for ranks in dict.fromkeys(self.ranks)]
+        speeds = [1 / max(1, sum(work.values())) for work in works]
+        weights = [speed / sum(speeds) for speed in speeds]
+        scaled = [[weight * ns for ns in work.values()] for weight, work in zip(weights, works, strict=True)]
+        return int(sum(map(min, zip(*scaled, strict=True))))
 
     @cached_property
     def times_ns(self) -> list[list[int]]:

@@ -14,6 +14,7 @@ from functools import partial
 from autopar.clock import Clock
 from autopar.driver import Candidate, Context, Front, of_plan
 from autopar.errors import AutoparError, InfeasibleError, PlacementError, PlanError
+from autopar.interop.submeshes import logical_shapes
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
 from autopar.ir.outline import Outline, sizes_text
@@ -23,7 +24,7 @@ from autopar.planning import divided, microbatch_counts
 from autopar.progress import Report, reporting
 from autopar.shares import SharedBatch
 from autopar.template import template_recompute
-from autopar.tunables import BALANCE_SHARE, LEAST_SEARCH_S
+from autopar.tunables import BALANCE_SHARE, FEW_DEVICES, LEAST_SEARCH_S
 
 
 def balance(front: Front, context: Context) -> Iterator[Candidate]:
@@ -39,15 +40,16 @@ def balance(front: Front, context: Context) -> Iterator[Candidate]:
         share = 1.0 if pinned else BALANCE_SHARE
         search = _ShareSearch(asked, context, Clock.of(share * context.asked_of(asked).budget.seconds))
         for outline, plan in search.run():
-            yield of_plan(asked, outline, plan, partial(search.reported, plan))
+            yield of_plan(asked, outline, plan, partial(search.reported, outline, plan))
         front.spent_s[asked] = search.clock.passed_s
 
 
 def _near(asked: Candidate, outline: Outline, front: Front, context: Context) -> Iterator[Candidate]:
     """The best plan of an equal graph on the axes of an outline. Raises InfeasibleError where none fits."""
     part = divided(asked.graph, context.blocks(asked.graph), outline.microbatches)
-    plan = SharedBatch(part, outline.axes, context.nearby(front), context.profiles).plan("speed")
-    yield of_plan(asked, outline, plan)
+    batch = SharedBatch(part, outline.axes, context.nearby(front), context.profiles)
+    plan = batch.plan("speed")
+    yield of_plan(asked, outline, plan, partial(_reported, batch, plan, "near the best plan of the model's own graph"))
 
 
 Found = tuple[Outline, Plan]
@@ -120,21 +122,32 @@ class _ShareSearch:
         part = divided(self.graph, self.blocks, microbatches)
         return SharedBatch(part, axes, request, self.context.profiles).plan("speed")
 
-    def reported(self, plan: Plan) -> Plan:
+    def reported(self, outline: Outline, plan: Plan) -> Plan:
         """The plan with how it was found."""
-        report = SearchReport(
-            method="shares of the batch by speed, descent over rows, intra-op ILP",
-            cost_ns=plan.predicted.step_time_ns,
-            stop_reason=f"no exchange of rows is faster, after {self.num_tried} settings, no bound",
-            seconds=round(self.clock.passed_s, 3),
-            seed=self.request.budget.seed,
-        )
-        return replace(plan, search=report)
+        part = divided(self.graph, self.blocks, outline.microbatches)
+        batch = SharedBatch(part, outline.axes, self.request, self.context.profiles)
+        why = f"no exchange of rows is faster, after {self.num_tried} settings"
+        return _reported(batch, replace(plan, search=replace(plan.search, seconds=round(self.clock.passed_s, 3))), why)
+
+
+def _reported(batch: SharedBatch, plan: Plan, why: str) -> Plan:
+    """The plan with how it was found."""
+    report = SearchReport(
+        method="shares of the batch by speed, descent over rows, intra-op ILP",
+        cost_ns=plan.predicted.step_time_ns,
+        lower_bound_ns=batch.least_step_ns,
+        stop_reason=why,
+        seconds=plan.search.seconds,
+        seed=batch.request.budget.seed,
+    )
+    return replace(plan, search=report)
 
 
 def shared_axes(mesh: Mesh) -> list[LogicalMesh]:
-    """Samples over one axis; alone, or with another one inside of each node."""
-    inner = math.gcd(*(group.devices_per_node for group in mesh.groups))
-    sizes = [size for size in range(1, inner + 1) if inner % size == 0 and mesh.num_devices // size > 1]
-    shapes = [(mesh.num_devices // size, *((size,) if size > 1 else ())) for size in sizes]
-    return [make_axes(("d0", "d1")[: len(shape)], shape) for shape in shapes]
+    """Samples over the first axis; alone, or with others inside of each node: one more, or two of few devices."""
+    most, inner = mesh.num_devices, math.gcd(*(group.devices_per_node for group in mesh.groups))
+    sizes = [size for size in range(1, inner + 1) if inner % size == 0 and most // size > 1]
+    every = [axes for size in sizes for axes in logical_shapes(size, size)]
+    shapes = [(most // math.prod(own), *own) for own in ([axis.size for axis in axes] for axes in every)]
+    shapes = [shape for shape in shapes if len(shape) < 3 or (most <= FEW_DEVICES and shape[1] <= shape[2])]
+    return [make_axes(("d0", "d1", "d2")[: len(shape)], shape) for shape in shapes]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.branches import with_branches
-from autopar.clock import Clock, is_interrupted
+from autopar.clock import Clock
 from autopar.driver import START, Candidate, Context, Front, of_plan, outline_of
 from autopar.errors import InfeasibleError
 from autopar.ir.mesh import logical_meshes
@@ -24,7 +24,7 @@ def branch(front: Front, context: Context) -> Iterator[Candidate]:
     Where branches are worth while, the other logical meshes are looked at once more: theirs may be worth more.
     """
     searched = None if front.opened else front.best_of(front.given, "stage", "place", "fit")
-    if searched is None or not context.request.mesh.is_homogeneous or is_interrupted():
+    if searched is None or not context.request.mesh.is_homogeneous:
         return
     plan, axes_before = searched.plan, outline_of(searched.plan).axes
     if len(plan.stages) > 1 or context.request.mesh.num_devices == 1:

@@ -25,7 +25,7 @@ from autopar.microbatch import divisible
 from autopar.planning import divided
 from autopar.progress import Report, reporting
 from autopar.template import template_recompute
-from autopar.tunables import LEAST_SEARCH_S, MOST_A_STAGE, UNEQUAL_CHUNKS
+from autopar.tunables import KINDS_SHARE, LEAST_SEARCH_S, MOST_A_STAGE, UNEQUAL_CHUNKS
 from autopar.unequal import UnequalStages
 
 
@@ -38,12 +38,14 @@ def kinds(front: Front, context: Context) -> Iterator[Candidate]:
         if asked.outline is not None:
             yield from context.near(asked, partial(_near, asked, asked.outline, front, context))
             continue
-        left = context.asked_of(asked).budget.seconds - front.spent_s.get(asked, 0.0)
+        budget = context.asked_of(asked).budget
+        share = KINDS_SHARE if budget.proposals else 1.0
+        left = share * budget.seconds - front.spent_s.get(asked, 0.0)
         search = _UnequalSearch(asked, context, Clock.of(max(LEAST_SEARCH_S, left)))
         with reporting(context.progress, len(search.shapes) * max(map(len, search.shapes.values()))) as report:
             found = search.run(report)
-        for plan in found:
-            yield of_plan(asked, outline_of(plan), plan, partial(search.reported, plan))
+        for setting, plan in found:
+            yield of_plan(asked, outline_of(plan), plan, partial(search.reported, setting, plan))
 
 
 def _near(asked: Candidate, outline: Outline, front: Front, context: Context) -> Iterator[Candidate]:
@@ -54,7 +56,8 @@ def _near(asked: Candidate, outline: Outline, front: Front, context: Context) ->
     paths = [path for group in part.blocks.paths for path in group]
     stages = UnequalStages(part, axes, 1, PLAIN, paths, context.nearby(front), context.profiles)
     plan = stages.plan("speed")
-    yield of_plan(asked, outline_of(plan), plan)
+    why = "near the best plan of the model's own graph"
+    yield of_plan(asked, outline_of(plan), plan, partial(_reported, stages, plan, why))
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class _UnequalSearch:
         self.tried: dict[_UnequalSetting, Plan | None] = {}
         self.refusals: list[Exception] = []
 
-    def run(self, report: Report) -> list[Plan]:
+    def run(self, report: Report) -> list[tuple[_UnequalSetting, Plan]]:
         """The plans that were found. Raises InfeasibleError when none fits."""
         best = self._start(report)
         for schedules in ([], [*SCHEDULES]):
@@ -103,7 +106,7 @@ class _UnequalSearch:
                     best = self._better(best, setting, report)
         if best is None:
             raise self.refusals[0] if self.refusals else InfeasibleError("expected time to try a plan, found none")
-        return [plan for plan in self.tried.values() if plan is not None]
+        return [(setting, plan) for setting, plan in self.tried.items() if plan is not None]
 
     def _start(self, report: Report) -> _Best | None:
         """The best of equal axes on all kinds, each in more microbatches for as long as that is faster."""
@@ -166,13 +169,9 @@ class _UnequalSearch:
 
     def _planned(self, setting: _UnequalSetting) -> Plan | None:
         try:
-            again = template_recompute(self.graph, self.paths, setting.recompute)
-            request, part = self.request.recomputing(again), self.divided(setting.microbatches)
-            chunks = UNEQUAL_CHUNKS if SCHEDULES[setting.schedule].has_chunks else 1
-            stages = UnequalStages(
-                part, dict(setting.axes), chunks, setting.schedule, self.paths, request, self.profiles, self.known
-            )  # fmt: skip
+            stages = self._stages(setting)
             firsts = [ranks.start for ranks in stages.ranks]
+            again = stages.request.recompute
             check_schedule(setting.schedule, firsts, setting.microbatches, again, has_branches=False)
             plan = stages.plan("speed")
         except (InfeasibleError, PlanError) as error:
@@ -182,17 +181,32 @@ class _UnequalSearch:
         self.note(Tried(setting=str(setting), step_time_ns=plan.predicted.step_time_ns))
         return plan
 
-    def reported(self, plan: Plan) -> Plan:
+    def _stages(self, setting: _UnequalSetting) -> UnequalStages:
+        again = template_recompute(self.graph, self.paths, setting.recompute)
+        chunks = UNEQUAL_CHUNKS if SCHEDULES[setting.schedule].has_chunks else 1
+        return UnequalStages(
+            self.divided(setting.microbatches), dict(setting.axes), chunks, setting.schedule, self.paths,
+            self.request.recomputing(again), self.profiles, self.known,
+        )  # fmt: skip
+
+    def reported(self, setting: _UnequalSetting, plan: Plan) -> Plan:
         """The plan with how it was found."""
         why = "time is over" if self.clock.is_over else "no neighbour is faster"
-        report = SearchReport(
-            method="stages of unequal devices by speed, descent over axes and microbatches, intra-op ILP",
-            cost_ns=plan.predicted.step_time_ns,
-            stop_reason=f"{why} after {len(self.tried)} settings, no bound",
-            seconds=round(self.clock.passed_s, 3),
-            seed=self.request.budget.seed,
-        )
-        return replace(plan, search=report)
+        plan = replace(plan, search=replace(plan.search, seconds=round(self.clock.passed_s, 3)))
+        return _reported(self._stages(setting), plan, f"{why} after {len(self.tried)} settings")
+
+
+def _reported(stages: UnequalStages, plan: Plan, why: str) -> Plan:
+    """The plan with how it was found."""
+    report = SearchReport(
+        method="stages of unequal devices by speed, descent over axes and microbatches, intra-op ILP",
+        cost_ns=plan.predicted.step_time_ns,
+        lower_bound_ns=stages.least_step_ns,
+        stop_reason=why,
+        seconds=plan.search.seconds,
+        seed=stages.request.budget.seed,
+    )
+    return replace(plan, search=report)
 
 
 def _stage_shapes(mesh: Mesh, group: DeviceGroup) -> list[LogicalMesh]:

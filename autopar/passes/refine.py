@@ -17,7 +17,7 @@ def refine(front: Front, context: Context) -> Iterator[Candidate]:
     """The best plan refined, once no graph is open; and what else may lead further: what a faster template has beaten,
     which leaves less to be changed, and the plan in branches."""
     best = None if front.opened else front.best
-    if best is None or not context.request.mesh.is_homogeneous:
+    if best is None:
         return
     for start in [best, *_others(best, front, context)]:
         if start is best or not is_interrupted():
@@ -36,6 +36,8 @@ def _others(best: Candidate, front: Front, context: Context) -> list[Candidate]:
 
 def _refined(start: Candidate, context: Context) -> Plan:
     request = context.request
-    others = expert_plans(start.graph, request) if request.budget.proposals >= SEVERAL_STARTS else []
-    blocks = context.blocks(start.graph)
-    return refined(start.graph, blocks, request, context.profile, start.plan, context.progress, others)
+    is_alike, blocks = request.mesh.is_homogeneous, context.blocks(start.graph)
+    are_several = is_alike and request.budget.proposals >= SEVERAL_STARTS
+    others = expert_plans(start.graph, request) if are_several else []
+    profile = context.profile if is_alike else context.profiles
+    return refined(start.graph, blocks, request, profile, start.plan, context.progress, others)

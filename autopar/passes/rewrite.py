@@ -22,9 +22,10 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
-from autopar.clock import Clock, is_interrupted
+from autopar.clock import Clock
 from autopar.cost import Profile
 from autopar.cost.memory import optimizer_of
 from autopar.driver import PLANNED, Candidate, Context, Front, simplest
@@ -50,14 +51,14 @@ def rewrite(front: Front, context: Context) -> Iterator[Candidate]:
     budget, given = context.request.budget, front.best_of(front.given)
     if given is None or not budget.substitutions:
         return
-    if front.round == 1 and not is_interrupted():
+    if front.round == 1:
         clock = Clock.of(NEARBY_S)
         found = front.kept["rewrite", front.given] = rewrites(front.given.graph, context.request), clock
         yield from _first(front, found[0], clock, budget.everywhere)
-    elif not budget.everywhere and not is_interrupted():
+    elif not budget.everywhere:
         yield from _next(front, context)
     if ("rewrite", front.given) in front.kept:
-        context.rewriting = _reported(front, *front.kept["rewrite", front.given])
+        context.rewriting = partial(_reported, front, *front.kept["rewrite", front.given])
 
 
 def _first(front: Front, found: Rewrites, clock: Clock, everywhere: bool) -> Iterator[Candidate]:

@@ -8,7 +8,7 @@ that share their placements, which blocks are in which. Jumps lead from one to a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.collector import without_collector
@@ -17,6 +17,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Refinement
 from autopar.progress import Report, reporting
+from autopar.refinement.apart import refined_apart
 from autopar.refinement.jumping import Jumps
 from autopar.refinement.shortened import shortened
 from autopar.refinement.worlds import Worlds, space_of
@@ -29,19 +30,20 @@ _SAID_EVERY = 500  # proposals
 
 
 def refined(
-    graph: Graph, blocks: Blocks, request: Request, profile: Profile, plan: Plan, progress: Report | None = None,
-    others: Sequence[tuple[str, Plan]] = (),
+    graph: Graph, blocks: Blocks, request: Request, profile: Profile | Mapping[str, Profile], plan: Plan,
+    progress: Report | None = None, others: Sequence[tuple[str, Plan]] = (),
 ) -> Plan:  # fmt: skip
     """The plan, or a faster one that MCMC finds around it, or from other plans, which have a name each; where there are
     such, from a drawn one as well.
 
-    A plan whose stages are placed apart, or that is for devices of several kinds, stays as it is, and says so.
+    profile: by the mesh's names for its devices, where these are of several kinds. A plan whose stages are placed apart
+    stays as it is, and says so; on devices of several kinds it is refined kind by kind (`apart`).
     """
     budget = request.budget
     if request.mesh.num_devices == 1 or not budget.proposals:
         return plan
-    if not request.mesh.is_homogeneous:
-        return _as_it_is(plan, "the devices are of several kinds", budget.seed)
+    if len(plan.stages) > 1 and isinstance(profile, Mapping):
+        return refined_apart(graph, blocks, request, profile, plan)
     if not _is_alike(plan):
         return _as_it_is(plan, "its stages are on unlike submeshes, or on parts of them", budget.seed)
     worlds = Worlds(graph, blocks, replace(request, recompute=plan.recompute), profile, plan)
@@ -56,8 +58,8 @@ def refined(
     if found.world is worlds.first and not report.moves:
         return replace(plan, search=replace(plan.search, refinement=report))
     stated = worlds.stated(found.world, found.plan, report.moves)
-    is_better = _fits(stated) and stated.predicted.step_time_ns < plan.predicted.step_time_ns
-    if _fits(plan) and not is_better:
+    is_better = worlds.fits(stated) and stated.predicted.step_time_ns < plan.predicted.step_time_ns
+    if worlds.fits(plan) and not is_better:
         return replace(plan, search=replace(plan.search, refinement=report))
     return replace(stated, search=replace(plan.search, refinement=report))
 
@@ -67,7 +69,8 @@ def _found(
 ) -> tuple[RefinedPlan, Refinement]:
     """What chains find; where one begins at the plan alone, and its model is deep, on few blocks (`shortened`)."""
     chances = Budget(budget.proposals, budget.refine_seconds, budget.seed)
-    short = shortened(worlds, starts[0]) if len(starts) == 1 else None
+    is_alone = len(starts) == 1 and worlds.request.mesh.is_homogeneous
+    short = shortened(worlds, starts[0]) if is_alone else None
     if short is None:
         return refine(starts, chances, Jumps(worlds).possible(), watch)
     chances = replace(chances, seconds=SHORT_SHARE * budget.refine_seconds)
@@ -84,10 +87,6 @@ def _as_it_is(plan: Plan, reason: str, seed: int) -> Plan:
     step_ns = plan.predicted.step_time_ns
     report = Refinement("the plan", step_ns, step_ns, 0, 0, 0.0, seed, reason)
     return replace(plan, search=replace(plan.search, refinement=report))
-
-
-def _fits(plan: Plan) -> bool:
-    return plan.predicted.peak_bytes <= plan.memory_limit
 
 
 def _is_alike(plan: Plan) -> bool:

@@ -25,7 +25,7 @@ class Jumps:
     def possible(self) -> dict[str, Jump]:
         """Those that the request leaves open, by kind of proposal."""
         names_axes = any(rule.axis is not None for rule in self.request.constraints)
-        return {} if names_axes else {"mesh": self._mesh}
+        return {"mesh": self._mesh} if self.request.mesh.is_homogeneous and not names_axes else {}
 
     def _mesh(self, world: World, plan: Plan, random: Random) -> Landing | None:
         """The same devices seen along other axes."""

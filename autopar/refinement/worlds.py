@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from random import Random
@@ -17,9 +17,10 @@ from autopar.ir.outline import Outline
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Move, Plan, Stage, Storage
 from autopar.ir.schedule import SCHEDULES
-from autopar.planning import Place, divided
+from autopar.planning import DividedGraph, Place, divided
 from autopar.refinement.explaining import explained
 from autopar.request import Request
+from autopar.shares import SharedBatch
 from autopar.simulate import Incremental, predict, prices_of
 from autopar.soap import NEVER, Ledger, Proposals, Score, Space, Stages, Start, World
 from autopar.staged.layered import Layered
@@ -32,7 +33,10 @@ from autopar.zero import recomputable
 class Worlds:
     """The worlds around a plan, each made when it is first asked for."""
 
-    def __init__(self, graph: Graph, blocks: Blocks, request: Request, profile: Profile, plan: Plan) -> None:
+    def __init__(
+        self, graph: Graph, blocks: Blocks, request: Request, profile: Profile | Mapping[str, Profile], plan: Plan
+    ) -> None:
+        """profile: by the mesh's names for its devices, where these are of several kinds that share a batch."""
         self.graph, self.blocks, self.request, self.profile, self.plan = graph, blocks, request, profile, plan
         self._places: dict[Outline, Place] = {}
         self._known: dict[Outline, World] = {}
@@ -46,6 +50,7 @@ class Worlds:
     @cached_property
     def layered(self) -> Layered:
         """The model as layers, and what each costs."""
+        assert not isinstance(self.profile, Mapping)
         return Layered(self.graph, self.blocks, self.request, self.profile)
 
     @cached_property
@@ -79,8 +84,21 @@ class Worlds:
             if outline.stage_of:
                 whole = partial(self.cut, part.graph, outline)
                 part = replace(part, cut=whole, num_submeshes=outline.num_submeshes)
-            self._places[outline] = Place(part, outline.axes, self.request, self.profile)
+            self._places[outline] = self._place(part, outline.axes)
         return self._places[outline]
+
+    def _place(self, part: DividedGraph, axes: LogicalMesh) -> Place:
+        """Where placements are open: of devices of several kinds, as many of the one with the least memory."""
+        if not isinstance(self.profile, Mapping):
+            return Place(part, axes, self.request, self.profile)
+        batch = self._batch(part, axes)
+        return batch.place(self.request.mesh.group_of(batch.kinds[batch.tightest]), part)
+
+    def _batch(self, part: DividedGraph, axes: LogicalMesh) -> SharedBatch:
+        """Shares are the plan's, and stay."""
+        assert isinstance(self.profile, Mapping)
+        whole = tuple(axis._replace(shares=()) for axis in axes)
+        return SharedBatch(part, whole, self.request, self.profile)
 
     def cut(self, graph: Graph, outline: Outline, plan: Plan) -> Plan:
         """A plan of one stage in the outline's. Raises PlanError where a tensor cannot leave its stage."""
@@ -93,10 +111,12 @@ class Worlds:
             place = self.place(Outline((outline.axes,), outline.microbatches))
             graph, profile = place.part.graph, place.shared_profile
             staged = partial(self.cut, graph, outline)
-            score: Score = _Staged(graph, profile, staged) if outline.stage_of else Incremental(graph, profile)
+            score: Score = CutScore(graph, profile, staged) if outline.stage_of else Incremental(graph, profile)
+            if isinstance(self.profile, Mapping):
+                score = self._batch(place.part, outline.axes)
             in_two_parts = bool(outline.stage_of) and SCHEDULES[outline.schedule].splits_backward
             space = self._space(place, recomputes=not in_two_parts)
-            ledger = self._ledger(outline, place, space)
+            ledger = None if isinstance(self.profile, Mapping) else self._ledger(outline, place, space)
             self._known[outline] = world = World(space, score, str(outline), ledger)
             self._outline_of[world] = outline
         return self._known[outline]
@@ -135,6 +155,13 @@ class Worlds:
             draft = space.changed(draft, proposals.draw(draft, random)) or draft
         return Start("a drawn plan", first.world, draft.plan)
 
+    def fits(self, plan: Plan) -> bool:
+        """Whether each device can hold what the plan, which was simulated, has it hold."""
+        score = self.first.score
+        if isinstance(score, SharedBatch):
+            return not score.excess_bytes(plan, 0)
+        return plan.predicted.peak_bytes <= plan.memory_limit
+
     def unstaged(self, plan: Plan) -> Plan:
         """The placements of all stages in one. Raises PlanError where stages place alike things apart."""
         if len(plan.stages) == 1:
@@ -169,17 +196,24 @@ class Worlds:
         if outline.stage_of:
             place = self.place(outline)
             return place.staged(place.part.in_stages(replace(plan, choices=explained(place, plan, moves))))
+        if isinstance(world.score, SharedBatch):
+            told = replace(plan, choices=explained(self.place(outline), plan, moves))
+            return world.score.part.with_traffic(replace(told, predicted=predict(world.score.timeline(plan))))
         assert isinstance(world.score, Incremental)
         short = self.layered.short_place(outline.axes, outline.microbatches, None)  # as for a plan that was not refined
         told = replace(plan, choices=explained(short, plan, moves), predicted=predict(world.score.timeline(plan)))
         return self.place(outline).part.with_traffic(told)
 
 
-class _Staged:
+class CutScore:
     """The simulator of plans that are cut into stages. What cannot be cut so costs more than anything."""
 
-    def __init__(self, graph: Graph, profile: Profile, cut: Callable[[Plan], Plan]) -> None:
-        self._stages, self._cut = Incremental(graph, profile), cut
+    def __init__(
+        self, graph: Graph, profile: Profile | Mapping[str, Profile], cut: Callable[[Plan], Plan],
+        limit_of: Callable[[range], int] | None = None,
+    ) -> None:  # fmt: skip
+        """limit_of: bytes that the devices of neighbouring ranks may hold, where that is not the same for all."""
+        self._stages, self._cut, self._limit_of = Incremental(graph, profile), cut, limit_of
         self._last: tuple[Plan, Plan | None] | None = None
 
     def step_time_ns(self, plan: Plan, until_ns: float = math.inf) -> int:
@@ -190,7 +224,11 @@ class _Staged:
 
     def excess_bytes(self, plan: Plan, limit_bytes: int) -> int:
         try:
-            return 0 if (staged := self._staged(plan)) is None else self._stages.excess_bytes(staged, limit_bytes)
+            staged = self._staged(plan)
+            if staged is not None and self._limit_of is not None:
+                lanes = self._stages.timeline(staged).lanes
+                return sum(max(0, lane.peak_bytes - self._limit_of(lane.ranks)) for lane in lanes)
+            return 0 if staged is None else self._stages.excess_bytes(staged, limit_bytes)
         except PlanError:
             return 0
 

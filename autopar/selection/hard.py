@@ -18,7 +18,7 @@ from autopar.selection.neighbourhood import NeighbourhoodSearch
 from autopar.selection.network import Network
 from autopar.selection.problem import INFINITE
 from autopar.selection.repair import repair
-from autopar.selection.start import frugal_choice
+from autopar.selection.start import fitting_choice, frugal_choice
 from autopar.selection.subproblems import Subproblems
 from autopar.selection.toulbar import SearchApart, SearchHere
 from autopar.selection.toulbar_worker import NO_BACKTRACK_LIMIT, Result
@@ -184,6 +184,10 @@ class _ChoiceSearch:
         """Finds something to go on from where nothing is known."""
         if self._search is None:
             self.consider(frugal_choice(self._parts), deadline, mend=True)
+        if self._search is None:
+            fitting = fitting_choice(self._parts.network, deadline, self._seed)
+            if fitting is not None:
+                self._adopt(fitting)
 
     def consider(self, values: list[int], deadline: float, *, mend: bool) -> None:
         """Goes on from a choice where it is cheaper than the best and fits, or can be made to."""

@@ -29,6 +29,8 @@ __all__ = ["Solution", "minimise_peak", "solve"]
 _CORE_BACKTRACKS = 2_000
 _ELIMINATION_SHARE = 0.25
 """Of the time limit: elimination in large networks takes long, and leaves much."""
+_EXACT_SHARE = 0.25
+"""Of the time limit: rows that bind can make one round of exact search last for ever, where parts go on improving."""
 _PEAK_TIME_LIMIT_S = 5.0
 """At most this, besides the time limit, goes into saying what limit could be met."""
 
@@ -44,12 +46,14 @@ def solve(problem: Problem, time_limit_s: float = 10.0, seed: int = 0, gap_limit
     try:
         network = reduce_problem(problem)
     except InfeasibleError as error:
-        raise _infeasible(problem, time_limit_s, seed, proven=True) from error
+        least = minimise_peak(problem, min(time_limit_s, _PEAK_TIME_LIMIT_S), seed)
+        raise _infeasible(problem, least, proven=True) from error
     network = replace(network, elimination_work=int(_ELIMINATION_SHARE * time_limit_s * SUMS_PER_S))
-    outcome, method = _search(network, started + time_limit_s, seed, gap_limit)
+    outcome, method = _search(network, started, time_limit_s, seed, gap_limit)
     if outcome.values is None:
-        raise _infeasible(problem, time_limit_s, seed, proven=outcome.complete)
-    choice = network.expand(outcome.values)
+        choice = _of_least_peak(problem, time_limit_s, seed, proven=outcome.complete)
+    else:
+        choice = network.expand(outcome.values)
     evaluation = evaluate(problem, choice)
     assert evaluation.feasible, f"{problem.name}: the search returned a choice that is not feasible"
     bound = min(outcome.lower_bound, evaluation.cost)
@@ -59,16 +63,18 @@ def solve(problem: Problem, time_limit_s: float = 10.0, seed: int = 0, gap_limit
     )  # fmt: skip
 
 
-def _search(network: Network, deadline: float, seed: int, gap_limit: float) -> tuple[ExactOutcome, str]:
+def _search(
+    network: Network, started: float, time_limit_s: float, seed: int, gap_limit: float
+) -> tuple[ExactOutcome, str]:
     """Returns what was found, and by which search."""
     outcome = _without_rows(network, seed)
     if outcome.complete:
         return outcome, "bucket elimination and toulbar2"
     if network.num_entries <= SMALL_ENTRIES:
-        outcome = search_exactly(network, deadline, seed)
-        if outcome.complete or time.monotonic() >= deadline:
+        outcome = search_exactly(network, started + _EXACT_SHARE * time_limit_s, seed)
+        if outcome.complete:
             return outcome, "toulbar2, rows as needed"
-    return search_hard(network, outcome, deadline, seed, gap_limit), "prices and neighbourhoods"
+    return search_hard(network, outcome, started + time_limit_s, seed, gap_limit), "prices and neighbourhoods"
 
 
 def _without_rows(network: Network, seed: int) -> ExactOutcome:
@@ -90,8 +96,15 @@ def _stop_reason(cost: int, lower_bound: int, gap_limit: float) -> str:
     return "gap limit" if cost - lower_bound <= gap_limit * cost else "time limit"
 
 
-def _infeasible(problem: Problem, time_limit_s: float, seed: int, *, proven: bool) -> InfeasibleError:
+def _of_least_peak(problem: Problem, time_limit_s: float, seed: int, *, proven: bool) -> tuple[int, ...]:
+    """The choice of the least peak usage, where that fits after all; raises InfeasibleError otherwise."""
     least = minimise_peak(problem, min(time_limit_s, _PEAK_TIME_LIMIT_S), seed)
+    if problem.usage_limit is not None and least.peak_usage <= problem.usage_limit and not proven:
+        return least.choice
+    raise _infeasible(problem, least, proven=proven)
+
+
+def _infeasible(problem: Problem, least: Solution, *, proven: bool) -> InfeasibleError:
     how = "can be met" if least.stop_reason == "optimal" else f"was found (none is below {least.lower_bound})"
     what = "no choice of strategies fits" if proven else "no choice of strategies that fits was found"
     return InfeasibleError(

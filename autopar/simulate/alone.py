@@ -139,6 +139,14 @@ class SeparatePrices:
                 backward += _spent(price.inner_backward)
         return self._work(forward, backward, sent, self._count)._replace(again_ns=price.forward_ns)
 
+    def least_ns(self, node: Node, options: Iterable[NodePlan]) -> int:
+        """What an operator computes at least of a microbatch, forward and backward, in the fastest of strategies."""
+        if node.results and self._facts.folded.issuperset(node.results):
+            return 0
+        prices = (self._lowering.price(node, placed) for placed in options)
+        goes_back = self._goes_back[node.name]
+        return min(price.forward_ns + (price.backward_ns if goes_back else 0) for price in prices)
+
     def computed_again(self, recompute: Sequence[str]) -> list[str]:
         """The operators that surely run again where these modules do: each of them saves something for its own backward
         pass."""

@@ -33,6 +33,7 @@ from autopar.staged.ways import (
 )
 from autopar.tunables import (
     CHUNKS,
+    FEW_DEVICES,
     FIRST_LOOK_SHARE,
     FULL_MICROBATCHES,
     HOPELESS,
@@ -100,8 +101,13 @@ class StagedSearch:
                 f"{' and '.join(map(str, sorted(pinned)))}; relax the constraint"
             )
         sizes.sort(key=lambda size: abs(math.log2(mesh.num_devices / size / LIKELY_STAGES)))
-        of_size = [[(size, axes) for axes in reversed(logical_shapes(size, mesh.devices_per_node))] for size in sizes]
+        of_size = [[(size, axes) for axes in reversed(self._shapes_of(size))] for size in sizes]
         return [shape for rank in zip_longest(*of_size) for shape in rank if shape is not None]
+
+    def _shapes_of(self, size: int) -> list[LogicalMesh]:
+        """A third axis is looked at where all is: of few devices, as for one stage."""
+        with_third = self.request.budget.everywhere and size <= FEW_DEVICES
+        return logical_shapes(size, self.request.mesh.devices_per_node, with_third)
 
     def run(self, report: Report) -> list[EstimatedStages]:
         """Everything that was looked at in time, the fastest by estimate first."""
@@ -376,8 +382,9 @@ class StagedSearch:
 
 
 def _as_templates(setting: Setting) -> Iterator[Setting]:
-    """The setting with its axes named as templates name them, the outer one for data: ZeRO 0, 1 and 3 where it is."""
+    """The setting with its axes named as templates name them, the outer one for data: ZeRO 0, 1 and 3 where it is. No
+    template has a third axis."""
     sizes = tuple(axis.size for axis in setting.axes)
-    for names in {0: ((),), 1: (("dp",), ("tp",)), 2: (("dp", "tp"),)}[len(sizes)]:
+    for names in {0: ((),), 1: (("dp",), ("tp",)), 2: (("dp", "tp"),)}.get(len(sizes), ()):
         for zero in (0, 1, 3) if "dp" in names else (0,):
             yield replace(setting, axes=make_axes(names, sizes), zero=zero)

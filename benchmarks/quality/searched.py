@@ -23,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 import autopar
-from autopar import planning, shares, unequal
+from autopar import planning, unequal
 from autopar.intraop import Placements
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
@@ -50,7 +50,7 @@ def counting() -> Iterator[Counter[str]]:
     """Counts solved problems, and simulations of whole plans or of their differences."""
     counts = Counter[str]()
     asked: list[tuple[Any, str, str]] = [(Placements, "plan", "solved"), (Placements, "trade_offs", "solved")]
-    asked += [(module, "simulate", "simulations") for module in (finalists, planning, shares, unequal)]
+    asked += [(module, "simulate", "simulations") for module in (finalists, planning, unequal)]
     asked += [(Incremental, "_played_now", "simulations")]
     with ExitStack() as stack:
         for owner, name, kind in asked:

@@ -190,7 +190,7 @@ def test_a_graph_for_which_nothing_fits_is_reported() -> None:
     front.round, front.kept["rewrite", front.given] = 5, (Rewrites((), 5, 7, "all"), Clock.of(0.0))
     assert [*rewrite(front, context)] == []
     assert context.rewriting is not None
-    assert [one.outcome for one in context.rewriting.graphs] == ["taken", "nothing found that fits"]
+    assert [one.outcome for one in context.rewriting().graphs] == ["taken", "nothing found that fits"]
 
 
 @pytest.mark.parametrize("optimizer", ["lamb", "adafactor"])

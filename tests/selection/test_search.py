@@ -23,7 +23,7 @@ from autopar.selection.problem import INFINITE, Problem
 from autopar.selection.reduction import reduce_problem
 from autopar.selection.repair import repair
 from autopar.selection.solver import minimise_peak, solve
-from autopar.selection.start import frugal_choice
+from autopar.selection.start import fitting_choice, frugal_choice
 from autopar.selection.subproblems import Subproblems
 from autopar.selection.toulbar import SearchApart, minimise_here
 from autopar.selection.toulbar_worker import NO_BACKTRACK_LIMIT, Result
@@ -277,6 +277,15 @@ def test_the_first_choice_uses_as_little_as_each_variable_can(seed: int) -> None
 # --- both sides together --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_choice_that_fits_is_found_wherever_there_is_one(seed: int) -> None:
+    _, network, best = case(seed, tightness=0.2)
+    values = fitting_choice(network, later(), seed)
+    assert (values is None) == (best is None)
+    if values is not None:
+        assert network.cost(values) < INFINITE and Usage(network).excess(values).max(initial=0) <= 0
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_hard_search_proves_the_optimum_of_easy_problems(seed: int) -> None:
     _, network, least = case(seed, num_nodes=8, tightness=0.35)
@@ -344,6 +353,15 @@ def test_the_smallest_limit_that_is_named_can_be_met_and_none_below(seed: int) -
     assert (found.cost, found.lower_bound, found.stop_reason) == (peak, peak, "optimal")
     assert least_cost(replace(problem, usage_limit=peak)) is not None
     assert peak == 0 or least_cost(replace(problem, usage_limit=peak - 1)) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_the_search_for_the_least_peak_finds_is_an_answer(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, _, best = case(seed, tightness=0.6)
+    assert best is not None
+    monkeypatch.setattr(solver, "_search", lambda *_: (UNKNOWN, "found nothing"))
+    solution = solve(problem)
+    assert evaluate(problem, solution.choice).feasible and solution.cost >= best
 
 
 def test_what_is_only_feasible_is_not_called_optimal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
 
 import autopar
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Plan, Stage
 from autopar.microbatch import check_plan
 from autopar.pipeline import placed, planned
 from autopar.profiler import load_profile
@@ -65,11 +66,11 @@ def test_without_proposals_the_plan_is_as_it_was() -> None:
 
 def test_a_plan_that_is_not_refined_says_why() -> None:
     first, _ = both(proposals=0)
-    mesh = autopar.Mesh.parse("h100:4+v100:4")
-    request = Request(mesh, "train", "adamw", None, (), SearchBudget(5.0, proposals=100))
-    plan = refined(graph(), find_blocks(graph()), request, load_profile("h100"), first)
-    assert plan.predicted == first.predicted and plan.stage.nodes == first.stage.nodes
-    assert "  refined     not: the devices are of several kinds\n" in str(plan)
+    unlike = replace(first, stages=(first.stage, Stage(4, (), {}, {}, {})))
+    request = Request(first.mesh, "train", "adamw", None, (), SearchBudget(5.0, proposals=100))
+    plan = refined(graph(), find_blocks(graph()), request, load_profile("h100"), unlike)
+    assert plan.predicted == first.predicted and plan.stages == unlike.stages
+    assert "  refined     not: its stages are on unlike submeshes, or on parts of them\n" in str(plan)
     assert autopar.Plan.from_json(plan.to_json()) == plan
 
 
