@@ -813,16 +813,6 @@ class Lowering:
 
     # What stays ----------------------------------------
 
-    def residents(self) -> list[tuple[int, str]]:
-        """Parameters and buffers, optimizer state, this rank's inputs of all microbatches."""
-        held = self.other_residents()
-        for item in self.graph.stored:
-            price = self._stored_price(item.tensor)
-            held.append((price.stored_bytes, "parameters"))
-            if item.requires_grad and self.trains:
-                held.append((price.state_bytes + (STEP_COUNT_BYTES if price.state_bytes else 0), "optimizer"))
-        return held
-
     def other_residents(self) -> list[tuple[int, str]]:
         """What is not stored from step to step."""
         held = []

@@ -207,10 +207,6 @@ class Differences:
         self._graph, self._segments, self._recomputes = graph, segments, bool(plan.recompute)
         self._of_node = [segment.number for segment in segments for _ in segment.nodes]
         self._names = [node.name for node in graph.nodes]
-        home = dict(zip(self._names, self._of_node, strict=True))
-        self._readers = {
-            name: frozenset([home[node.name] for node, _ in uses]) for name, uses in graph.consumers.items()
-        }  # fmt: skip
         self._stored = [item.tensor for item in graph.stored]
         self._numbers: dict[Hashable, int] = {}
         self._objects: dict[int, tuple[int, Hashable]] = {}  # by identity, which holds as long as they are kept here
@@ -226,10 +222,7 @@ class Differences:
         place_of = {name: place for place, name in enumerate(self._stored)}
         self._keeps = [[place_of[name] for name in segment.keeps] for segment in segments]
         self._begins = [*itertools.accumulate((len(segment.nodes) for segment in segments), initial=0)]
-        node_of = {name: number for number, name in enumerate(self._names)}
-        self._nodes_reading = {
-            name: frozenset([node_of[node.name] for node, _ in uses]) for name, uses in graph.consumers.items()
-        }  # fmt: skip
+        self._nodes_reading, self._readers = _known_readers(graph, self._of_node)
         self.steps: dict[Key, tuple[Step, ...]] = {}
         self.bases: dict[str, Placement] = {}
         self._changed_storage: set[int] = set()
@@ -260,12 +253,15 @@ class Differences:
         last = self._last
         if plan is last:
             return
-        if last is None or plan.nodes is not last.nodes:
-            self._follow_nodes(plan)
-        if last is None or plan.storage is not last.storage:
-            self._follow_storage(plan)
-        if last is None or plan.redistributes is not last.redistributes:
-            self._follow_steps(plan)
+        if last is None:
+            self._begin(plan)
+        else:
+            if plan.nodes is not last.nodes:
+                self._follow_nodes(plan)
+            if plan.storage is not last.storage:
+                self._follow_storage(plan)
+            if plan.redistributes is not last.redistributes:
+                self._follow_steps(plan)
         for name, placement in plan.inputs.items():
             if self.bases.get(name) != placement:
                 self._follow_tensor(name, placement)
@@ -273,6 +269,19 @@ class Differences:
             self._codes[place] = self._code_of(place)
         self._changed_readers = set()
         self._last = plan
+
+    def _begin(self, plan: StagePlan) -> None:
+        """Everything of the first plan is new."""
+        self._nodes = [*map(plan.nodes.__getitem__, self._names)]
+        self._storage = [*map(plan.storage.__getitem__, self._stored)]
+        for node, placed in zip(self._graph.nodes, self._nodes, strict=True):
+            self.bases.update(zip(node.results, placed.results, strict=True))
+        self.bases.update((name, kept.placement) for name, kept in zip(self._stored, self._storage, strict=True))
+        self._storage_codes = [*map(self._number, self._storage)]
+        self._redistributes = plan.redistributes
+        self.steps = {(one.tensor, one.target): one.steps for one in plan.redistributes}
+        self._changed_segments = {*range(len(self._segments))}
+        self._changed_readers, self._changed_storage = {*range(len(self._names))}, {*range(len(self._stored))}
 
     def _note(self, name: str) -> None:
         self._changed_segments |= self._readers[name]
@@ -359,6 +368,21 @@ class Differences:
         ]
         own = {target for is_own, target in readers if is_own}
         return frozenset(target for is_own, target in readers if not is_own and target in own)
+
+
+Readers = Mapping[str, frozenset[int]]
+
+
+def _known_readers(graph: Graph, of_node: Sequence[int]) -> tuple[Readers, Readers]:
+    """By tensor, the nodes that read it, and the segments that do, by number. Found once for a graph, as long as it is
+    cut in the same way. of_node: by node, the segment that it is in."""
+    known = graph.found.get(("readers", ""))
+    if known is None or known[0] != of_node:
+        node_of = {node.name: number for number, node in enumerate(graph.nodes)}
+        nodes = {name: frozenset([node_of[node.name] for node, _ in uses]) for name, uses in graph.consumers.items()}
+        segments = {name: frozenset([of_node[n] for n in numbers]) for name, numbers in nodes.items()}
+        known = graph.found["readers", ""] = [*of_node], nodes, segments
+    return known[1], known[2]
 
 
 def _places_of_others(new: Sequence[object], old: Sequence[object]) -> list[int]:

@@ -39,7 +39,7 @@ from autopar.simulate.parts import (
     ways_of,
 )
 from autopar.simulate.player import BEGUN, Meet, Pass, Played, Player, finished
-from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, OtherLane, PriceTable, Transmission
+from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, OtherLane, PriceTable, StoredPrice, Transmission
 from autopar.simulate.segments import Differences, Key, Segment, known_segments
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways
 
@@ -111,9 +111,7 @@ class Variants:
         self._ways = Ways()
         self._joined: dict[tuple[PartPlayer, ...], Joined] = {}
         self._gathered: dict[Hashable, FirstGathers] = {}
-        self._moved = [0] * len(graph.stored)
-        self._workspace: list[tuple[int, int] | None] = [None] * len(graph.stored)
-        self._held = [0] * len(graph.stored)
+        self._stored_prices: list[StoredPrice] = [StoredPrice(0, 0, 0, (0, 0))] * len(graph.stored)
         self._updated = 0, 0
         self._named: dict[tuple[int, int], dict[str, str]] = {}
 
@@ -457,27 +455,27 @@ class Variants:
         lowering, stored = self.lowering, self.graph.stored
         lowering.plan = plan
         for number in changed:
-            price, is_trained = lowering.stored_price(stored[number].tensor), stored[number].requires_grad
-            self._held[number] = price.stored_bytes + (price.state_bytes + STEP_COUNT_BYTES if is_trained else 0)
-            self._moved[number], self._workspace[number] = (
-                (price.moved_bytes, price.workspace) if is_trained else (0, None)
-            )
-        moved, most, before, count = sum(self._moved), 0, 0, 0
-        for workspace in self._workspace:
-            if workspace is not None:
-                most, before, count = max(most, before + workspace[0]), workspace[1], count + 1
-        self._updated = (lowering.optimizer_ns(moved, count), most) if moved else (0, most)
+            self._stored_prices[number] = lowering.stored_price(stored[number].tensor)
+        trained = [p for p, item in zip(self._stored_prices, stored, strict=True) if item.requires_grad]
+        moved, most, before = sum([price.moved_bytes for price in trained]), 0, 0
+        for taken, kept in [price.workspace for price in trained]:
+            most, before = max(most, before + taken), kept
+        self._updated = (lowering.optimizer_ns(moved, len(trained)) if moved else 0), most
 
     def resident_bytes(self, plan: StagePlan, parts: Sequence[Part]) -> int:
-        """Bytes that stay through the step; at least, where nothing is trained."""
-        self.optimizer(plan)
-        self._place_residents(plan, parts)
-        return sum(self._held) + sum([size for size, _ in self.lowering.other_residents()])
+        """Bytes that stay through the step."""
+        return sum([size for size, _ in self.residents(plan, parts)])
 
     def residents(self, plan: StagePlan, parts: Sequence[Part]) -> list[tuple[int, str]]:
         """Bytes that stay through the step, with their kinds."""
+        self.optimizer(plan)
         self._place_residents(plan, parts)
-        return self.lowering.residents()
+        held = self.lowering.other_residents()
+        for price, item in zip(self._stored_prices, self.graph.stored, strict=True):
+            held.append((price.stored_bytes, "parameters"))
+            if item.requires_grad and self.trains:
+                held.append((price.state_bytes + (STEP_COUNT_BYTES if price.state_bytes else 0), "optimizer"))
+        return held
 
     def _place_residents(self, plan: StagePlan, parts: Sequence[Part]) -> None:
         lowering, loss = self.lowering, self.graph.loss
