@@ -61,10 +61,12 @@ def microbatch(schedule: str) -> Graph:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_walk_is_simulated_as_a_whole_simulation_would(schedule: str) -> None:
     own, profile = microbatch(schedule), worlds(schedule).profile
-    stages = Incremental(own, profile)
+    stages, regathering = Incremental(own, profile), 0
     for plan in plans(schedule):
         assert not differences(simulate_whole(own, plan, profile), stages.timeline(plan))
-    assert not stages.num_whole
+        if schedule == "zero_bubble":  # the second part of a backward pass asks for all parameters when it begins
+            regathering += sum(any(kept.regather for kept in stage.storage.values()) for stage in plan.stages)
+    assert stages.num_whole <= regathering
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
