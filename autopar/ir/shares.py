@@ -99,8 +99,8 @@ def _check_cuts(graph: Graph, stage: Stage, position: int) -> None:
                 f"expected {name} to be used whole over axis {axis.name}, which has shares, found "
                 f"[{format_placement(placement)}]"
             )
-        outer = zip(placement[:position], stage.axes, strict=False)
-        slices = math.prod(other.size for outer_type, other in outer if outer_type == type_)
+        others = (pair for number, pair in enumerate(zip(placement, stage.axes, strict=True)) if number != position)
+        slices = math.prod(other.size for other_type, other in others if other_type == type_)
         if shape[type_.dim] % (slices * axis.units):
             raise PlacementError(
                 f"expected dim {type_.dim} of {name} {list(shape)} to be a multiple of {slices * axis.units}, which "
