@@ -253,7 +253,7 @@ class SharedBatch:
     def cost(self, plan: Plan) -> Cost:
         """What a plan of one microbatch is compared by; the largest where something is cut that cannot be."""
         try:
-            check_shares(self.part.graph, plan.stage)
+            check_shares(self.part.graph, plan.stage, evenly_inside=True)
         except PlacementError:
             return sys.maxsize, sys.maxsize
         timeline = self.timeline(plan)
@@ -308,23 +308,23 @@ class SharedBatch:
 # Rows ----------------------------------------
 
 
-class Load(NamedTuple):
+class RowLoad(NamedTuple):
     """What a rank of a kind has to do: the time of its own work and of what it sends to others of its kind, and its
     peak."""
 
     busy_ns: float
     peak_bytes: float
 
-    def between(self, other: Load, share: float) -> Load:
+    def between(self, other: RowLoad, share: float) -> RowLoad:
         """On the line through both: this one at 0, the other one at 1."""
-        return Load(*(one + share * (two - one) for one, two in zip(self, other, strict=True)))
+        return RowLoad(*(one + share * (two - one) for one, two in zip(self, other, strict=True)))
 
 
-def load_of(lane: Lane) -> Load:
+def row_load(lane: Lane) -> RowLoad:
     """As a lane was simulated. The first axis joins all kinds: what is sent over it is not a kind's own."""
     own = lane.breakdown
     sent = sum(sent.duration_ns for (axis, _), sent in lane.along.items() if axis > 0)
-    return Load(own.compute_ns + own.recompute_ns + own.optimizer_ns + sent, lane.peak_bytes)
+    return RowLoad(own.compute_ns + own.recompute_ns + own.optimizer_ns + sent, lane.peak_bytes)
 
 
 @dataclass(eq=False)
@@ -335,7 +335,7 @@ class _Descent:
     draft: Plan
 
     def __post_init__(self) -> None:
-        self._loads: list[dict[int, Load]] = [{} for _ in self.batch.kinds]  # of each kind, by a rank's rows
+        self._loads: list[dict[int, RowLoad]] = [{} for _ in self.batch.kinds]  # of each kind, by a rank's rows
         self._costs: dict[Rows, Cost] = {}
         self.plan: Callable[[Rows], Plan] = cache(lambda rows: self.batch.shared(self.draft, rows))
 
@@ -350,7 +350,7 @@ class _Descent:
     def note(self, rows: Rows, timeline: Timeline) -> None:
         """Takes what a rank of each kind does with so many rows."""
         for own, count, lane in zip(self._loads, rows, timeline.lanes, strict=True):
-            own[count] = load_of(lane)
+            own[count] = row_load(lane)
 
     def may_help(self, best: Rows, rows: Rows) -> bool:
         """Whether rows may cost less than the best so far, which was simulated.
@@ -367,7 +367,7 @@ class _Descent:
             return over < self._costs[best][0]
         return not over and max(one.busy_ns for one in then) < MORE_BUSY * max(one.busy_ns for one in now)
 
-    def _expected(self, kind: int, rows: int) -> Load:
+    def _expected(self, kind: int, rows: int) -> RowLoad:
         """On the line through the two nearest numbers of rows that were simulated; of one alone, in proportion, and
         memory no less than that."""
         known = self._loads[kind]
@@ -376,4 +376,4 @@ class _Descent:
         if len(near) > 1:
             return first.between(known[near[1]], (rows - near[0]) / (near[1] - near[0]))
         share = rows / near[0]
-        return Load(share * first.busy_ns, min(share, 1) * first.peak_bytes)
+        return RowLoad(share * first.busy_ns, min(share, 1) * first.peak_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -178,6 +179,14 @@ def test_a_rank_gets_no_more_rows_than_its_memory_holds() -> None:
     assert tight.lanes[0].peak_bytes <= limit < peak
     with pytest.raises(InfeasibleError):
         shared(with_memory("a100", limit // 50))
+
+
+def test_rows_that_other_axes_cut_in_unequal_parts_are_passed_over() -> None:
+    """25 of 32 rows over two ranks: no reshape keeps such parts whole, so that the verifier refused what was best."""
+    part = divided(graph(), find_blocks(graph()), 1)
+    batch = SharedBatch(part, make_axes(("x", "y"), (2, 2)), REQUEST, profiles_of(MESH))
+    draft = next(draft for draft in batch.drafts() if all(len({*types}) == 1 for types in draft.stage.inputs.values()))
+    assert batch.cost(batch.shared(draft, (25, 7)))[0] == sys.maxsize > batch.cost(batch.shared(draft, (24, 8)))[0]
 
 
 def test_the_better_of_shares_and_stages_is_found() -> None:
