@@ -75,19 +75,16 @@ def best_rows(
     start: Rows, ranks: Sequence[int], cost: Callable[[Rows], Cost],
     may_help: Callable[[Rows, Rows], bool] = lambda best, rows: True,
 ) -> Rows:  # fmt: skip
-    """Descends from a start by exchanges of rows between two kinds to where none helps.
+    """Descends from a start by exchanges of rows between two kinds, in ever smaller steps, to where none helps.
 
-    Steps are of one exchange, twice as long after each that helped, half as long after each that did not: a start by
-    speed is near the end. Where memory decides, which speed knows nothing of, the first is an eighth of the rows.
     may_help: whether rows may cost less than the best so far; what surely does not is not looked at.
     """
-    fits = cost(start)[0] == 0
-    best, step = start, 1 if fits else 1 << max(0, max(start).bit_length() - 3)
+    best, step = start, 1 << max(0, max(start).bit_length() - 3)
     while step:
         worth = (rows for rows in moves(best, ranks, step) if may_help(best, rows))
         found = min(worth, key=cost, default=best)
         if cost(found) < cost(best):
-            best, step = found, 2 * step if fits else step
+            best = found
         else:
             step //= 2
     return best
@@ -251,12 +248,30 @@ class SharedBatch:
         tried = min((_Descent(self, draft) for draft in drafts), key=lambda one: one.cost(start))
         if tried.draft is drafts[0]:
             tried.note(tuple(self.num_rows // sum(self.counts) for _ in self.counts), equal)
-        return tried.plan(best_rows(start, self.counts, tried.cost, tried.may_help))
+        rows = best_rows(start, self.counts, tried.cost, tried.may_help)
+        if not self.are_even(tried.plan(rows)):
+            rows = min(self._even_near(tried, rows), key=tried.cost, default=rows)
+        return tried.plan(rows)
+
+    def are_even(self, plan: Plan) -> bool:
+        """Whether other axes cut each rank's rows evenly: otherwise most plans are refused, as no reshape keeps parts
+        whole that are not equal."""
+        try:
+            check_shares(self.part.graph, plan.stage, evenly_inside=True)
+        except PlacementError:
+            return False
+        return True
+
+    def _even_near(self, tried: _Descent, rows: Rows) -> list[Rows]:
+        """Rows that are cut evenly: those that were looked at, and those next to some others."""
+        near = near_rows(self.num_rows // self.inner, self.counts, rows) if self.num_rows % self.inner == 0 else None
+        every = [*tried.costs, *([tuple(self.inner * count for count in near)] if near is not None else [])]
+        return [own for own in every if self.are_even(tried.plan(own))]
 
     def cost(self, plan: Plan) -> Cost:
         """What a plan of one microbatch is compared by; the largest where something is cut that cannot be."""
         try:
-            check_shares(self.part.graph, plan.stage, evenly_inside=True)
+            check_shares(self.part.graph, plan.stage)
         except PlacementError:
             return sys.maxsize, sys.maxsize
         timeline = self.timeline(plan)
@@ -339,16 +354,16 @@ class _Descent:
 
     def __post_init__(self) -> None:
         self._loads: list[dict[int, RowLoad]] = [{} for _ in self.batch.kinds]  # of each kind, by a rank's rows
-        self._costs: dict[Rows, Cost] = {}
+        self.costs: dict[Rows, Cost] = {}
         self.plan: Callable[[Rows], Plan] = cache(lambda rows: self.batch.shared(self.draft, rows))
 
     def cost(self, rows: Rows) -> Cost:
         """What so many rows cost, simulated once."""
-        if rows not in self._costs:
-            self._costs[rows] = self.batch.cost(self.plan(rows))
-            if self._costs[rows][1] < sys.maxsize:
+        if rows not in self.costs:
+            self.costs[rows] = self.batch.cost(self.plan(rows))
+            if self.costs[rows][1] < sys.maxsize:
                 self.note(rows, self.batch.timeline(self.plan(rows)))
-        return self._costs[rows]
+        return self.costs[rows]
 
     def note(self, rows: Rows, timeline: Timeline) -> None:
         """Takes what a rank of each kind does with so many rows."""
@@ -366,8 +381,8 @@ class _Descent:
         now, then = ([self._expected(*pair) for pair in enumerate(each)] for each in (best, rows))
         peaks = zip(then, self.batch.limits, strict=True)
         over = sum(max(0, LESS_HELD * load.peak_bytes - limit) for load, limit in peaks)
-        if self._costs[best][0]:
-            return over < self._costs[best][0]
+        if self.costs[best][0]:
+            return over < self.costs[best][0]
         return not over and max(one.busy_ns for one in then) < MORE_BUSY * max(one.busy_ns for one in now)
 
     def _expected(self, kind: int, rows: int) -> RowLoad:

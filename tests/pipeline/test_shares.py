@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.cost import Profile
-from autopar.errors import InfeasibleError, MeshError, PlanError
+from autopar.errors import InfeasibleError, MeshError, PlacementError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import make_axes
 from autopar.ir.plan import Plan
@@ -186,7 +185,11 @@ def test_rows_that_other_axes_cut_in_unequal_parts_are_passed_over() -> None:
     part = divided(graph(), find_blocks(graph()), 1)
     batch = SharedBatch(part, make_axes(("x", "y"), (2, 2)), REQUEST, profiles_of(MESH))
     draft = next(draft for draft in batch.drafts() if all(len({*types}) == 1 for types in draft.stage.inputs.values()))
-    assert batch.cost(batch.shared(draft, (25, 7)))[0] == sys.maxsize > batch.cost(batch.shared(draft, (24, 8)))[0]
+    odd, even = batch.shared(draft, (25, 7)), batch.shared(draft, (26, 6))
+    assert not batch.are_even(odd) and batch.are_even(even)
+    with pytest.raises(PlacementError, match="in 64 slices does not reshape"):
+        check_plan(graph(), odd)
+    check_plan(graph(), batch.plan("speed"))
 
 
 def test_the_better_of_shares_and_stages_is_found() -> None:
