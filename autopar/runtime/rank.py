@@ -95,20 +95,6 @@ class Rank(Kept):
             "rank.full_state_dict(), or use rt.save_checkpoint"
         )
 
-    def train(self, mode: bool = True) -> Rank:
-        """Keeps the mode that the model was in when it was planned; raises ProgramError for the other one.
-
-        Dropout, batch norm and whatever else follows the mode are written into the program.
-        """
-        if mode != self.training:
-            now, other = ("training", "evaluation") if self.training else ("evaluation", "training")
-            call = "model.eval()" if self.training else "model.train()"
-            raise ProgramError(
-                f"expected to stay in {now} mode, for which the program was emitted, found a change to {other}. Plan "
-                f"another program after {call}, and move the weights with full_state_dict and load_full_state_dict"
-            )
-        return self
-
     def compile(self, *args: Any, **options: Any) -> None:
         """Compiles the blocks in place, with the arguments of `torch.compile`; `torch.compile(rank)` does the same.
 
@@ -129,7 +115,7 @@ class Rank(Kept):
         added to those that they had before.
         """
         with torch.inference_mode(False), torch.enable_grad(), self._own_precision():
-            self._contents.check_hooks(is_called=False)
+            self._contents.check_use(is_called=False)
             microbatches = self._prepare(inputs, named_inputs, local)
             self._check_frozen()
             for parameter in self._state.parameters.values():
@@ -242,7 +228,7 @@ class Rank(Kept):
     def forward(self, *inputs: Tensor, local: bool = False, **named_inputs: Tensor) -> Any:
         """Runs the forward pass alone, without gradients, and returns what the program returns."""
         with self._own_precision():
-            self._contents.check_hooks(is_called=True)
+            self._contents.check_use(is_called=True)
             microbatches = self._prepare(inputs, named_inputs, local)
             for part, parts in zip(self._locals, microbatches, strict=True):
                 part.begin_step(parts)
@@ -353,6 +339,7 @@ def _submodule(root: nn.Module, path: str) -> nn.Module:
         found = module._modules.get(name)
         if found is None:
             module._modules[name] = found = Kept()
+            found.training = root.training
         module = found
     return module
 

@@ -163,7 +163,7 @@ def _subject(
 ) -> Subject:
     names, inputs = bind_inputs(model, real_inputs(example_inputs), loss_fn)
     if compute_dtype is not None:
-        whole, inputs = with_loss(model, loss_fn), cast_inputs(model, names, inputs, compute_dtype)
+        whole, inputs = with_loss(model, loss_fn), cast_inputs(inputs, compute_dtype)
         model, loss_fn = cast_copy(model, compute_dtype), cast_loss(loss_fn, compute_dtype)
         _widen(with_loss(model, loss_fn), whole, graph)
     return Subject(model, graph, *called(model, names, inputs, loss_fn), tuple(inputs), loss_fn)
