@@ -346,6 +346,3 @@ def _numbers(item: _Difference) -> str:
     if item.model.numel() == 1 and item.graph.numel() == 1:
         return f": {item.model.item():.6g} by the model, {item.graph.item():.6g} by the graph"
     return f": they differ by {100 * distance(item.model, item.graph):.3g}% of the largest element"
-
-
-__all__ = ["held_against_eager"]

@@ -129,6 +129,3 @@ def _of_name(subject: Subject, key: Key) -> str:
     line = line or next((n.source for n in reversed(subject.graph.nodes) if n.source), "an unknown line")
     kind = type(subject.model.get_submodule(path)).__name__ if not path.startswith("loss_fn") else "loss_fn"
     return f"It is in module {path or '(the model)'} ({kind}), read at {line}"
-
-
-__all__ = ["first_parting"]

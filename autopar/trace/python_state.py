@@ -417,6 +417,3 @@ def _short(value: Any) -> str:
     text = "nothing" if value is MISSING else repr(value)
     text = f"tensor{list(value.shape)}" if isinstance(value, Tensor) else text
     return text if len(text) <= 30 else f"{text[:27]}…"
-
-
-__all__ = ["same_each_time"]
