@@ -6,6 +6,7 @@ and would know nothing of that.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Self
 
@@ -74,6 +75,7 @@ class Contents:
         return [
             f"{path}.{name}".removeprefix(".")
             for path, held, first in self._held
+            if len(held) != len(first) or not all(map(operator.is_, held.values(), first.values()))
             for name in {**first, **held}
             if held.get(name) is not first.get(name)
         ]
@@ -86,9 +88,9 @@ class Contents:
         for path, module in self._modules.items():
             if module.training != self._training:
                 raise _other_mode(module.training)
-            hooks = {**module._backward_hooks, **module._backward_pre_hooks}
+            hooks = module._backward_hooks or module._backward_pre_hooks
             if path or not is_called:
-                hooks |= {**module._forward_hooks, **module._forward_pre_hooks}
+                hooks = hooks or module._forward_hooks or module._forward_pre_hooks
             for hook in hooks.values():
                 raise ProgramError(
                     f"expected no hook of {path or 'the rank'} that would not run, found "
