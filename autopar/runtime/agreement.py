@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from autopar.runtime.placement import AxisType, local_slices, parse_placement
 from autopar.runtime.state import StoredBuffer
 from autopar.runtime.stored import StoredParameter
 
+Prepared = TypeVar("Prepared")
+Shared = TypeVar("Shared")
+
 CHECKED_STEPS = 2
 """Steps in which batches are compared. More would cost an exchange of some bytes each; a shuffle shows in the first."""
 _SAMPLES = 1 << 14  # elements of a tensor that are looked at
@@ -33,10 +36,7 @@ _SAMPLES = 1 << 14  # elements of a tensor that are looked at
 
 def check_equal(what: str, own: Mapping[str, str], num_ranks: int, remedy: str) -> None:
     """Raises ProgramError, on all ranks, for an item that ranks have unequal. own: digests by name, of what it has."""
-    if num_ranks < 2 or not dist.is_initialized() or dist.get_world_size() != num_ranks:
-        return
-    assert dist.group.WORLD is not None, "asked for where ranks run together"
-    every: list[Mapping[str, str]] = comm.gather_objects(dict(own), dist.group.WORLD)
+    every = _gathered(dict(own), num_ranks)
     for name in dict.fromkeys(name for found in every for name in found):
         ranks: dict[str, list[int]] = {}
         for rank, found in enumerate(every):
@@ -50,6 +50,29 @@ def check_equal(what: str, own: Mapping[str, str], num_ranks: int, remedy: str) 
             raise ProgramError(
                 f"expected {what} to be equal on all ranks, found {name} of rank {usual[0]}, {told}. {remedy}"
             )
+
+
+def together(prepare: Callable[[], Prepared], num_ranks: int) -> Prepared:
+    """What `prepare` returns. Where it raises ProgramError on a rank, all raise one: none waits for that rank."""
+    try:
+        found, own = prepare(), None
+    except ProgramError as error:
+        found, own = None, error
+    refusals = _gathered(None if own is None else str(own), num_ranks)
+    if own is not None:
+        raise own
+    for rank, told in enumerate(refusals):
+        if told is not None:
+            raise ProgramError(f"rank {rank} refused: {told}")
+    return cast(Prepared, found)
+
+
+def _gathered(own: Shared, num_ranks: int) -> list[Shared]:
+    """What each rank has; nothing where the ranks of the program do not run together."""
+    if num_ranks < 2 or not dist.is_initialized() or dist.get_world_size() != num_ranks:
+        return []
+    assert dist.group.WORLD is not None, "asked for where ranks run together"
+    return comm.gather_objects(own, dist.group.WORLD)
 
 
 def _shown(name: str, digest: str) -> str:

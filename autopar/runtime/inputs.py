@@ -39,6 +39,16 @@ def split_named(
     return [tuple(column[index] for column in columns) for index in range(count)]
 
 
+def check_unread(pipeline: type[Pipeline], values: Mapping[str, Any]) -> None:
+    """The whole inputs that no stage of this rank reads: where the ranks that read them refuse, all must.
+
+    The others would wait for them. None stands for an input that is not there, as a rank may do without it.
+    """
+    for spec in pipeline.INPUTS:
+        if values[spec.name] is not None:
+            _check(spec, values[spec.name], spec.shape, "the global batch")
+
+
 def microbatch(x: Tensor, dim: int, index: int, count: int) -> Tensor:
     """One of `count` equal parts along `dim`: a microbatch's part of a tensor that is made for the whole step."""
     size = x.size(dim) // count
@@ -129,7 +139,11 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 
 
 def _split(spec: Input, value: Tensor, mesh: RankMesh, count: int, local: bool) -> list[Tensor]:
-    _check(spec, value, shard_shape(spec, count, mesh) if local else spec.shape, mesh, count, local)
+    own = shard_shape(spec, count, mesh)
+    if local:
+        _check(spec, value, own, "this rank's shard")
+    else:
+        _check(spec, value, spec.shape, "the global batch", f" (this rank's shard, {own}, goes with local=True)")
     value = value.to(mesh.device, non_blocking=True)
     parts = [value] * count if spec.microbatch_dim is None else list(_chunks(value, count, spec.microbatch_dim))
     if local:
@@ -143,7 +157,9 @@ def _chunks(value: Tensor, count: int, dim: int) -> Sequence[Tensor]:
     return torch.split(value, value.size(dim) // count, dim) if value.size(dim) else [value] * count
 
 
-def _check(spec: Input, value: Tensor, shape: tuple[int, ...], mesh: RankMesh, count: int, local: bool) -> None:
+def _check(spec: Input, value: Any, shape: tuple[int, ...], what: str, other: str = "") -> None:
+    """Raises ProgramError for what is no tensor of this shape and the input's dtype. what: that it should be. other:
+    what it could be as well."""
     if not isinstance(value, Tensor):
         raise ProgramError(f"input {spec.name}: expected a tensor, found {type(value).__name__}")
     if value.requires_grad and torch.is_grad_enabled():
@@ -151,14 +167,11 @@ def _check(spec: Input, value: Tensor, shape: tuple[int, ...], mesh: RankMesh, c
             f"input {spec.name}: expected a tensor that needs no gradient, found requires_grad=True; each rank would "
             "have a part of it. Detach it, or make it a parameter of the model"
         )
-    if tuple(value.shape) == tuple(shape) and value.dtype == spec.dtype:
-        return
-    what = "this rank's shard" if local else "the global batch"
-    other = "" if local else f" (this rank's shard, {shard_shape(spec, count, mesh)}, goes with local=True)"
-    raise ProgramError(
-        f"input {spec.name}: expected {what}, {tuple(shape)} {spec.dtype}{other}; found {tuple(value.shape)} "
-        f"{value.dtype}; convert it, or plan again with such an example"
-    )
+    if tuple(value.shape) != tuple(shape) or value.dtype != spec.dtype:
+        raise ProgramError(
+            f"input {spec.name}: expected {what}, {tuple(shape)} {spec.dtype}{other}; found {tuple(value.shape)} "
+            f"{value.dtype}; convert it, or plan again with such an example"
+        )
 
 
 def join_outputs(outputs: Sequence[Any], dims: Sequence[int | None]) -> Any:

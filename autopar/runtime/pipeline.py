@@ -14,7 +14,7 @@ from autopar.runtime import comm, randomness
 from autopar.runtime.arrivals import FORWARD, Turn
 from autopar.runtime.declare import Pipeline, Program
 from autopar.runtime.errors import ProgramError
-from autopar.runtime.inputs import join_outputs, split_named
+from autopar.runtime.inputs import check_unread, join_outputs, split_named
 from autopar.runtime.local import Local
 from autopar.runtime.mesh import Axis, RankMesh, make_submeshes, own_group, world_of
 from autopar.runtime.pipeline_state import Catalog, PipelineState, find_ties, make_catalog
@@ -76,7 +76,10 @@ class PipelineRank(Rank):
                 "expected a program of one stage to draw what a single device draws, found one of "
                 f"{len(self._pipeline.STAGES)}, whose stages draw at the same time; use set_exact_dropout(False)"
             )
-        return [split_named(type(part.program), values, part.mesh, local) for part in self._locals]
+        parts = [split_named(type(part.program), values, part.mesh, local) for part in self._locals]
+        if not local:
+            check_unread(self._pipeline, values)
+        return parts
 
     def _train(self, microbatches: list[Microbatches]) -> list[Tensor]:
         self._transport.forget()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from autopar.runtime.constants import forget_constants
 from autopar.runtime.declare import Pipeline, Program
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.inputs import by_name, join_outputs, split_named
+from autopar.runtime.kept import Contents, Kept
 from autopar.runtime.local import Local
 from autopar.runtime.mesh import RankMesh
 from autopar.runtime.stored import StoredParameter
@@ -24,7 +26,7 @@ Microbatches = list[tuple[Tensor, ...]]
 """The local inputs of each microbatch."""
 
 
-class Rank(nn.Module):
+class Rank(Kept):
     """An `nn.Module` whose parameters are DTensors under the single-device model's names."""
 
     def __init__(self, program: Program, mesh: RankMesh) -> None:
@@ -41,23 +43,20 @@ class Rank(nn.Module):
     def _take(self, parts: list[Local], state: state.ProgramState, mesh: RankMesh, training: bool) -> None:
         self.__dict__.update(_locals=parts, _state=state, _mesh=mesh)  # not as submodules: names are the model's
         self.training = training
-        places: dict[str, tuple[dict[str, Any], str]] = {}
         for name, parameter in state.parameters.items():
             owner, _, last = name.rpartition(".")
-            places[name] = _submodule(self, owner)._parameters, last
             _submodule(self, owner)._parameters[last] = parameter.tensor
         for name, buffer in state.buffers.items():
             owner, _, last = name.rpartition(".")
             module = _submodule(self, owner)
-            places[name] = module._buffers, last
             module._buffers[last] = buffer.tensor
             if not buffer.declared.persistent:
                 module._non_persistent_buffers_set.add(last)
         nothing = nn.Parameter(torch.empty(0, device=mesh.device))
-        self.__dict__.update(_places=places, _nothing=nothing, _checked_steps=0)
+        self.__dict__.update(_contents=Contents(self), _nothing=nothing, _checked_steps=0)
         outside.register(state.parameters.values(), mesh.size, self.num_stages)
 
-    _places: dict[str, tuple[dict[str, Any], str]]  # by name: where the module has a tensor
+    _contents: Contents
     _nothing: nn.Parameter
     _checked_steps: int
 
@@ -130,6 +129,7 @@ class Rank(nn.Module):
         added to those that they had before.
         """
         with torch.inference_mode(False), torch.enable_grad(), self._own_precision():
+            self._contents.check_hooks(is_called=False)
             microbatches = self._prepare(inputs, named_inputs, local)
             self._check_frozen()
             for parameter in self._state.parameters.values():
@@ -172,8 +172,11 @@ class Rank(nn.Module):
         self._check_own()
         inputs = [_plain(value) for value in inputs]
         values = by_name(self._declared, inputs, {name: _plain(value) for name, value in named_inputs.items()})
+        is_checked = self._checked_steps < agreement.CHECKED_STEPS
         self._check_agreement(values, local)
-        microbatches = self._split(values, local)
+        # A shard of a wrong shape is one rank's alone: in later steps this rank refuses it by itself.
+        split = partial(self._split, values, local)
+        microbatches = agreement.together(split, self.num_ranks) if local and is_checked else split()
         for part in self._locals:
             part.refresh_buffers()
         randomness.begin_step()
@@ -207,16 +210,14 @@ class Rank(nn.Module):
                 )
 
     def _check_own(self) -> None:
-        """Raises ProgramError for parameters and buffers that were replaced: the program would not see theirs."""
-        tensors: dict[str, Tensor] = {name: item.tensor for name, item in self._state.parameters.items()}
-        tensors |= {name: item.tensor for name, item in self._state.buffers.items()}
-        replaced = [name for name, (held, last) in self._places.items() if held.get(last) is not tensors[name]]
+        """Raises ProgramError for what was replaced, added or taken away: the program would not see that."""
+        replaced = self._contents.changed()
         replaced += [name for name, item in self._state.parameters.items() if not item.is_in_place]
         if replaced:
             raise ProgramError(
                 f"expected the parameters and buffers that the program was built with, found others in the places of "
-                f"{', '.join(replaced)}, which it does not compute with (load_state_dict(assign=True), setattr, "
-                "parameter.data = …, rank.to(…)). Copy values into them instead: parameter.copy_(…) under "
+                f"{', '.join(replaced)}, which it does not compute with (load_state_dict(assign=True), setattr, del, "
+                "add_module, parameter.data = …). Copy values into them instead: parameter.copy_(…) under "
                 "torch.no_grad(), load_state_dict, load_full_state_dict or init_from; a device is given to rt.build"
             )
 
@@ -241,6 +242,7 @@ class Rank(nn.Module):
     def forward(self, *inputs: Tensor, local: bool = False, **named_inputs: Tensor) -> Any:
         """Runs the forward pass alone, without gradients, and returns what the program returns."""
         with self._own_precision():
+            self._contents.check_hooks(is_called=True)
             microbatches = self._prepare(inputs, named_inputs, local)
             for part, parts in zip(self._locals, microbatches, strict=True):
                 part.begin_step(parts)
@@ -350,7 +352,7 @@ def _submodule(root: nn.Module, path: str) -> nn.Module:
     for name in path.split(".") if path else ():
         found = module._modules.get(name)
         if found is None:
-            module._modules[name] = found = nn.Module()
+            module._modules[name] = found = Kept()
         module = found
     return module
 

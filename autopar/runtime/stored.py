@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar.runtime.declare import Parameter, Parameters
+from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import RankMesh
 from autopar.runtime.placement import (
     AxisType,
@@ -60,6 +61,7 @@ class StoredParameter:
         self.tensor = nn.Parameter(wrap(self.local, declared.shape, self.types, mesh), declared.requires_grad)
         if mesh.device_mesh is None:
             self.local = self.tensor.data
+        self._storage = self.tensor.untyped_storage()  # kept, so that no other is ever at its address
         self.gradient: Tensor | None = None
         self._wrapped: tuple[Tensor, Tensor] | None = None  # what may become the gradient, and its DTensor
         self.is_leaf = False  # whether the program computes with the parameter itself
@@ -103,11 +105,21 @@ class StoredParameter:
     def is_in_place(self) -> bool:
         """Whether the parameter still has the memory that the program computes with: nobody has set its `data`."""
         held: Any = self.tensor
-        return bool(getattr(held, "_local_tensor", held).data_ptr() == self.local.data_ptr())
+        is_same = held.untyped_storage()._cdata == self._storage._cdata  # a DTensor's `data` leaves its local tensor
+        return bool(is_same and getattr(held, "_local_tensor", held).data_ptr() == self.local.data_ptr())
 
     def add_gradient(self, local: Tensor) -> None:
         """Adds this rank's part of a gradient, in the stored placement."""
         self.gradient = local if self.gradient is None else self.gradient.add_(local)
+
+    def _add_to(self, held: Tensor, gradient: Tensor) -> None:
+        if held.shape != gradient.shape:
+            raise ProgramError(
+                f"{self.name}: expected a gradient as train_step leaves it, of which this rank has "
+                f"{tuple(gradient.shape)}, found {tuple(held.shape)} set by hand; set parameter.grad = None before "
+                "the step, or change the gradient that is there in place"
+            )
+        held.add_(gradient)
 
     def publish_gradient(self) -> None:
         """Hands the step's gradient over to the parameter, unless frozen since, adding to what it holds already."""
@@ -131,7 +143,7 @@ class StoredParameter:
             if self.tensor.grad is None:
                 self.tensor.grad = gradient
             else:
-                local_part(self.tensor.grad).add_(local_part(gradient))
+                self._add_to(local_part(self.tensor.grad), local_part(gradient))
             for hook in list(on_accumulated.values()):
                 hook(self.tensor)
 

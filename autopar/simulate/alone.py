@@ -43,9 +43,11 @@ from autopar.ops.saved import Extra
 from autopar.runtime.packing import LONE_BYTES
 from autopar.simulate.engine import COMPUTE, Change, Moment
 from autopar.simulate.facts import call_of, graph_facts
-from autopar.simulate.parts import PartLowering
-from autopar.simulate.player import Pass, PassKind, Player
-from autopar.simulate.program import Item, LocalProgram, Transmission, lower_stages
+from autopar.simulate.incremental import Incremental
+from autopar.simulate.parted import PartedStage, stage_in_one
+from autopar.simulate.parts import NUM_BEFORE, PartLowering
+from autopar.simulate.player import Pass, PassKind
+from autopar.simulate.program import Item, LocalProgram, Transmission
 from autopar.simulate.schedule import StageProgress, Submesh
 from autopar.simulate.traffic import reached_tensors
 from autopar.simulate.transfers import Transfers, find_transfers
@@ -339,18 +341,18 @@ def layer_costs(
     what stays, of which a stage has the sum over its layers, but of the workspace, of which it has the largest.
     """
     shared = profile.shared_by(plan.mesh.devices_per_node)
-    profiles = [shared] * len(plan.stages)
     trains = plan.mode == "train" and graph.loss is not None
-    players = [Player(program, shared, trains) for program in lower_stages(graph, plan, profiles)]
-    transfers = find_transfers(graph, plan, players, profiles)
+    simulator = Incremental(graph, profile, in_parts=False)
+    players = simulator.stages(plan)
+    transfers = find_transfers(graph, plan, players, [shared] * len(players))
     costs = [
         _cost(player, plan.microbatches, _crossing_ns(transfers, number), constants_once)
         for number, player in enumerate(players)
     ]
     if not (splits and trains and len(plan.stages) > 1):
         return costs
-    in_two = lower_stages(graph, replace(plan, schedule=_IN_TWO), profiles)
-    return [_with_two_parts(cost, program, shared) for cost, program in zip(costs, in_two, strict=True)]
+    in_two = simulator.stages(replace(plan, schedule=_IN_TWO))
+    return [_with_two_parts(cost, player, shared) for cost, player in zip(costs, in_two, strict=True)]
 
 
 def _crossing_ns(transfers: Transfers, border: int) -> int:
@@ -365,15 +367,15 @@ def _crossing_ns(transfers: Transfers, border: int) -> int:
     return sum(found.values()) + sum(around)
 
 
-def _cost(player: Player, microbatches: int, receive_ns: int, constants_once: bool) -> LayerCost:
+def _cost(player: PartedStage, microbatches: int, receive_ns: int, constants_once: bool) -> LayerCost:
     """Plays a step of at most three microbatches: the first, one of those between, and the last."""
-    alone = _Alone(player)
+    alone, trains = _Alone(player), player.variants.trains
     count = min(microbatches, 3)
     begin = alone.play(PassKind("begin"))
     forward = [alone.play(PassKind("forward")) for _ in range(count)]
     kinds = [PassKind("backward", number == 0, number == count - 1) for number in range(count)]
-    backward = [alone.play(kind) for kind in kinds] if player.trains else []
-    end = [alone.play(PassKind("optimizer"))] if player.trains else []
+    backward = [alone.play(kind) for kind in kinds] if trains else []
+    end = [alone.play(PassKind("optimizer"))] if trains else []
     one, back = forward[-1], backward[count // 2 : count // 2 + 1]
     passes = _held([begin, *forward, *backward, *end], count)
     end_of_step = sum(_net(done.allocations) for done, _ in passes)
@@ -387,7 +389,7 @@ def _cost(player: Player, microbatches: int, receive_ns: int, constants_once: bo
         receive_ns=receive_ns,
         reduce_ns=_link_ns([begin]) + _link_ns(backward[-1:]) - _link_ns(back),
         hide_ns=max(0, length - busy),
-        optimizer_ns=player.program.optimizer_ns,
+        optimizer_ns=player.optimizer_ns,
         resident_bytes=resident,
         activation_bytes=kept,
         workspace_bytes=_workspace(passes, resident, kept),
@@ -397,9 +399,9 @@ def _cost(player: Player, microbatches: int, receive_ns: int, constants_once: bo
     )
 
 
-def _with_two_parts(cost: LayerCost, program: LocalProgram, profile: Profile) -> LayerCost:
+def _with_two_parts(cost: LayerCost, player: PartedStage, profile: Profile) -> LayerCost:
     """Plays two microbatches, of which the second holds what every other does."""
-    alone = _Alone(Player(program, profile, trains=True))
+    alone = _Alone(player)
     kinds = [PassKind(name) for name in ("begin", FORWARD, FORWARD, BACKWARD_INPUT, BACKWARD_INPUT)]
     _, _, forward, _, first = [alone.play(kind) for kind in kinds]
     _, second = [alone.play(PassKind(BACKWARD_WEIGHT, is_first, not is_first)) for is_first in (True, False)]
@@ -407,7 +409,7 @@ def _with_two_parts(cost: LayerCost, program: LocalProgram, profile: Profile) ->
     return cost._replace(
         waiting_bytes=_net(forward.allocations) + _net(first.allocations),
         second_bytes=_peak(second.allocations),
-        split_ns=branch_ns * _num_branches(program),
+        split_ns=branch_ns * sum(_num_branches(part.program) for part in player.parts),
     )
 
 
@@ -425,7 +427,7 @@ def _num_branches(program: LocalProgram) -> int:
 class _Alone:
     """A stage that waits for no other."""
 
-    def __init__(self, player: Player) -> None:
+    def __init__(self, player: PartedStage) -> None:
         self.submesh, self.progress = Submesh(range(1), [0]), StageProgress(player)
 
     def play(self, kind: PassKind) -> Pass:
@@ -500,11 +502,12 @@ def block_times_ns(graph: Graph, plan: Plan, profile: Profile, block_paths: Sequ
     block_paths: module paths of the blocks, in any order; the result has the order in which they run. What runs before
     the first block counts to that, anything else outside of blocks to the one before.
     """
-    (program,) = lower_stages(graph, plan, [profile])
+    (part,) = stage_in_one(graph, plan, profile).parts
+    program = part.program
     trains = plan.mode == "train" and graph.loss is not None
     times: dict[str, int] = {}
     before, current = 0, ""
-    for item in program.items:
+    for item in program.items[NUM_BEFORE : part.end]:
         current = _block(program.units[item.unit], block_paths) or current
         spent = _spent_ns(item, trains)
         if current:

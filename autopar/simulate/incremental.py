@@ -7,8 +7,7 @@ delta simulation (MLSys'19, 5.3) updates the times of tasks that a change reache
 that a change reaches without a difference are not played again either.
 
 A full simulation is this one with nothing known. A stage whose parts depend on each other in ways that are not followed
-(`Unsupported`) is lowered whole, and kept as long as it does not change. Ranks of a stage that are unlike are lanes of
-their own (`unlike`).
+(`Unsupported`) is one segment. Ranks of a stage that are unlike are lanes of their own (`unlike`).
 """
 
 from __future__ import annotations
@@ -17,19 +16,17 @@ import math
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
 
 from autopar.collector import without_collector
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
-from autopar.ir.placement import Placement
-from autopar.ir.plan import Plan, Stage
+from autopar.ir.plan import Plan
 from autopar.ir.schedule import SCHEDULES
-from autopar.ir.stages import answered_values, leaving_values, stage_graph
+from autopar.ir.stages import stage_graph
 from autopar.simulate.part_player import Unsupported
 from autopar.simulate.parted import PartedStage
-from autopar.simulate.player import Beyond, Player, StagePlayer
-from autopar.simulate.program import Prices, devices_per_node, leaving_by_name, lower_stage
+from autopar.simulate.player import Beyond
+from autopar.simulate.program import PriceTable, devices_per_node, sent_values
 from autopar.simulate.schedule import PlayedStep, play_stages, profiles_of_stages
 from autopar.simulate.timeline import Timeline
 from autopar.simulate.unlike import play_unlike
@@ -38,16 +35,6 @@ from autopar.simulate.variants import SentValues, Variants
 KEPT_PLANS = 4
 KEPT_VARIANTS = 4  # of each stage
 KEPT_GRAPHS = 1 << 7  # of stages
-KEPT_STAGES = 12  # of each place in the row
-
-
-class _KnownStage(NamedTuple):
-    """A stage that was lowered whole: all that its program depends on, and what plays it."""
-
-    stage: Stage
-    leaving: Mapping[str, tuple[Placement, ...]]
-    rest: Any
-    player: Player
 
 
 class Incremental:
@@ -61,8 +48,8 @@ class Incremental:
         self._in_parts = in_parts and sums_early
         self._played: OrderedDict[int, tuple[Plan, PlayedStep | Timeline]] = OrderedDict()
         self._variants: OrderedDict[Hashable, Variants] = OrderedDict()
-        self._known: dict[int, list[_KnownStage]] = {}
-        self.num_whole = 0  # stages that were lowered whole
+        self._prices: dict[Hashable, PriceTable] = {}  # of stages on equal axes
+        self.num_whole = 0  # stages that were played in one part, though they could be cut
 
     def step_time_ns(self, plan: Plan, until_ns: float = math.inf) -> int:
         """As `simulate(graph, plan, profile).step_time_ns`; where that is above `until_ns`, it or something between."""
@@ -101,48 +88,44 @@ class Incremental:
             own = self._profile
             known = own if isinstance(own, Mapping) else {group.profile: own for group in plan.mesh.groups}
             return play_unlike(self._graph, plan, known, self._sums_early)
+        return play_stages(self._graph, plan, self.stages(plan), profiles_of_stages(plan, self._profile), until_ns)
+
+    def stages(self, plan: Plan) -> list[PartedStage]:
+        """The plan's stages, ready to be played."""
         profiles = profiles_of_stages(plan, self._profile)
-        is_cut = self._in_parts and not (len(plan.stages) > 1 and SCHEDULES[plan.schedule].splits_backward)
-        for in_parts in (True, False) if is_cut else (False,):
-            try:
-                players = self._players(plan, profiles, in_parts)
-                return play_stages(self._graph, plan, players, profiles, until_ns)
-            except Unsupported:
-                continue
-        raise AssertionError("expected whole stages to be played whatever they are")
+        return [self._stage(plan, index, profile) for index, profile in enumerate(profiles)]
 
-    def _players(self, plan: Plan, profiles: list[Profile], in_parts: bool) -> list[StagePlayer]:
-        prices = dict[Any, Any]()
-        return [self._player(plan, index, profile, prices, in_parts) for index, profile in enumerate(profiles)]
-
-    def _player(self, plan: Plan, index: int, profile: Profile, prices: Prices, in_parts: bool) -> StagePlayer:
-        """A stage in parts, if they are asked for and can be."""
-        if in_parts:
+    def _stage(self, plan: Plan, index: int, profile: Profile) -> PartedStage:
+        """In parts, if it can be cut."""
+        is_split = len(plan.stages) > 1 and SCHEDULES[plan.schedule].splits_backward
+        part, sent = plan.parts[index], sent_values(self._graph, plan, index)
+        graph = self._stage_graph(plan, index, sent)
+        if self._in_parts and not is_split:
             with suppress(Unsupported):
-                return self._parted(plan, index, profile)
-        return self._whole(plan, index, profile, prices)
+                return PartedStage(self._variants_of(plan, index, graph, profile, True, is_split), part, sent)
+            self.num_whole += 1
+        return PartedStage(self._variants_of(plan, index, graph, profile, False, is_split), part, sent)
 
-    def _parted(self, plan: Plan, index: int, profile: Profile) -> StagePlayer:
-        """A stage in parts. Raises Unsupported."""
-        if not plan.stages[index].nodes:
-            raise Unsupported("a stage that runs nothing has no parts")
-        sent = self._sent(plan, index)
-        part, graph = plan.parts[index], self._stage_graph(plan, index, sent)
+    def _variants_of(
+        self, plan: Plan, index: int, graph: Graph, profile: Profile, is_cut: bool, is_split: bool
+    ) -> Variants:  # fmt: skip
+        """What is known of stages of that graph, on such axes."""
+        part = plan.parts[index]
         key = (
-            id(graph), part.axes, part.mesh, part.microbatches, part.recompute, part.mode, part.optimizer, part.blocks
+            id(graph), part.axes, part.mesh, part.microbatches, part.recompute, part.mode, part.optimizer, part.blocks,
+            is_cut, is_split,
         )  # fmt: skip
         known = self._variants.get(key)
         if known is None or known.is_full:
-            known = self._variants[key] = Variants(self._graph, graph, part, profile, devices_per_node(plan, index))
+            per_node = devices_per_node(plan, index)
+            equal = part.axes, part.blocks, part.optimizer, per_node, profile
+            prices = self._prices.setdefault(equal, PriceTable()) if known is None else PriceTable()
+            known = self._variants[key] = Variants(
+                self._graph, graph, part, profile, per_node, is_cut, is_split, self._sums_early, prices
+            )  # fmt: skip
             if len(self._variants) > KEPT_VARIANTS * len(plan.stages):
                 self._variants.popitem(last=False)
-        return PartedStage(known, part, sent)
-
-    def _sent(self, plan: Plan, index: int) -> SentValues:
-        if len(plan.stages) == 1:
-            return {}
-        answered = {*answered_values(self._graph, plan, index)}
-        return {value: value in answered for value in leaving_values(self._graph, plan, index)}
+        return known
 
     def _stage_graph(self, plan: Plan, index: int, sent: SentValues) -> Graph:
         """One graph for equal stages, whatever their placements."""
@@ -157,26 +140,6 @@ class Incremental:
             if len(known) > KEPT_GRAPHS:
                 known.popitem(last=False)
         return known[key]
-
-    def _whole(self, plan: Plan, index: int, profile: Profile, prices: Prices) -> StagePlayer:
-        """A stage lowered whole, one that was known before if it is as it was."""
-        stage, leaving = plan.stages[index], leaving_by_name(self._graph, plan, index)
-        is_last = index == len(plan.stages) - 1
-        rest = (
-            plan.mesh, plan.microbatches, plan.schedule, plan.recompute, plan.mode, plan.optimizer, plan.blocks,
-            plan.precision, len(plan.stages), is_last, answered_values(self._graph, plan, index),
-        )  # fmt: skip
-        kept = self._known.setdefault(index, [])
-        for number, known in enumerate(kept):
-            if known.stage == stage and known.leaving == leaving and known.rest == rest:
-                kept.insert(0, kept.pop(number))
-                return known.player
-        program = lower_stage(self._graph, plan, index, profile, 0, prices)
-        player = Player(program, profile, plan.mode == "train" and self._graph.loss is not None, self._sums_early)
-        kept.insert(0, _KnownStage(stage, leaving, rest, player))
-        del kept[KEPT_STAGES:]
-        self.num_whole += 1
-        return player
 
 
 def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile], sums_early: bool = True) -> Timeline:
@@ -193,7 +156,7 @@ def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile],
 
 
 def simulate_whole(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile]) -> Timeline:
-    """As `simulate`, of whole stages: what the parts must agree with."""
+    """As `simulate`, each stage in one part: what the joined ones must agree with."""
     return Incremental(graph, profile, in_parts=False).timeline(plan)
 
 
@@ -208,8 +171,6 @@ def _most_bytes(step: PlayedStep) -> float:
     for submesh in step.submeshes:
         held = 0
         for stage in (step.stages[number].player for number in submesh.stages):
-            if not isinstance(stage, PartedStage):
-                return math.inf
             held += stage.variants.resident_bytes(stage.plan, stage.joined.parts)
         held += sum([played.rise_bytes * count for played, count in submesh.played.items()])
         beside = (piece for piece in submesh.pieces if not piece.tasks)

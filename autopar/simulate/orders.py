@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class Orders:
     """Items are meant by their number in forward order; the backward pass visits them in reverse.
 
     `begun_at`: slots whose gradient the backward pass begins there; `ended_at`: those whose gradient is there after
-    it, and whether several items have contributed; `complete_at`: buckets complete after it;
+    it, and whether several items have contributed;
     `home_each_ns`, `home_last_ns`: hooks of complete gradients and their copies into buckets;
     `added_ns`: adding up the gradients of a value with several readers, `led_ns`: of those that lead back to an earlier
     stage; `kept_ns`: adding to a leaf's gradient of earlier microbatches.
@@ -46,7 +46,6 @@ class Orders:
     regions: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     begun_at: dict[int, list[Slot]] = field(default_factory=lambda: defaultdict(list))
     ended_at: dict[int, list[tuple[Slot, bool]]] = field(default_factory=lambda: defaultdict(list))
-    complete_at: dict[int, list[Bucket]] = field(default_factory=lambda: defaultdict(list))
     added_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     led_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     kept_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -100,25 +99,13 @@ def _order_gradients(program: LocalProgram, profile: Profile, orders: Orders) ->
                 home = orders.home_each_ns if slot.reduces_each else orders.home_last_ns
                 copied = copy_time_ns(slot.gradient_bytes, profile)
                 home[first] += profile.runtime.parameter_ns + copied
-    for bucket in program.reductions:
-        complete = [
-            program.first_of.get(readers[v][0], readers[v][0])
-            for v in (program.slots[n].value for n in bucket.slots)
-            if v in readers
-        ]
-        if complete:
-            orders.complete_at[min(complete)].append(bucket)
-    for number, buckets in orders.complete_at.items():
-        if number in program.first_of:  # a branch hands out all gradients in one order on all ranks
-            continue
-        buckets.sort(key=lambda bucket: -first_operand(program, number, bucket))
 
 
-def first_operand(program: LocalProgram, number: int, bucket: Bucket) -> int:
+def first_operand(program: LocalProgram, number: int, slots: Sequence[int]) -> int:
     """The place among an item's operands of the last slot of a bucket that has its gradient there: a bias, the last
     operand, has it before the weight, whose gradient autograd still transposes."""
     inputs = program.items[number].inputs
-    places = [inputs.index(value) for value in (program.slots[n].value for n in bucket.slots) if value in inputs]
+    places = [inputs.index(value) for value in (program.slots[n].value for n in slots) if value in inputs]
     return min(places, default=0)
 
 
@@ -164,10 +151,10 @@ Buffers = dict[int, list[int]]
 
 
 def find_lifetimes(
-    program: LocalProgram, trains: bool, buffers: Buffers | None = None, own: Collection[int] | None = None
-) -> Lifetimes:
-    """Plans the memory of one microbatch. own: the items of a part of a program, whose others stand for what is outside
-    of it; buffers: of gradients when the part's backward pass begins, and after the call when it has ended."""
+    program: LocalProgram, trains: bool, buffers: Buffers, own: Collection[int]
+) -> Lifetimes:  # fmt: skip
+    """Plans the memory of one microbatch. own: the part's items, whose others stand for what is outside of it; buffers:
+    of gradients when its backward pass begins, and after the call when it has ended."""
     lifetimes = Lifetimes()
     readers, savers = _uses(program, trains)
     entries = _entries(program)
@@ -186,9 +173,8 @@ def find_lifetimes(
         _place_gradients(program, program.led, lifetimes, BACKWARD_INPUT, {})
         _place_gradients(program, program.own, lifetimes, BACKWARD_WEIGHT, {})
     elif trains:
-        numbers = range(len(program.items)) if own is None else own
-        whole = [number for number in numbers if program.items[number].runs_backward]
-        _place_gradients(program, whole, lifetimes, BACKWARD, {} if buffers is None else buffers)
+        whole = [number for number in own if program.items[number].runs_backward]
+        _place_gradients(program, whole, lifetimes, BACKWARD, buffers)
     _place_workspace(program, lifetimes)
     return lifetimes
 
@@ -251,8 +237,6 @@ def _uses(program: LocalProgram, trains: bool) -> tuple[dict[int, list[int]], di
         if trains and item.runs_backward:
             for storage in item.saved:
                 savers[storage].append(number)
-    for value in program.outputs:
-        readers[program.values[value].storage].append(len(program.items) - 1)
     return readers, savers
 
 
@@ -416,19 +400,21 @@ class Direction:
     ends_microbatch: bool
 
 
-def find_directions(program: LocalProgram, orders: Orders, lifetimes: Lifetimes) -> dict[str, Direction]:
-    """The whole backward pass, or its two parts where the program has them."""
+def find_directions(
+    program: LocalProgram, orders: Orders, lifetimes: Lifetimes, numbers: range
+) -> dict[str, Direction]:  # fmt: skip
+    """The whole backward pass of these items, or its two parts where the program has them."""
     if program.splits:
         led, own = (sorted(numbers, reverse=True) for numbers in (program.led, program.own))
         return {
-            BACKWARD_INPUT: direction_of(program, orders, lifetimes, BACKWARD_INPUT, led, frozenset()),
-            BACKWARD_WEIGHT: direction_of(program, orders, lifetimes, BACKWARD_WEIGHT, own, program.led),
+            BACKWARD_INPUT: _direction_of(program, orders, lifetimes, BACKWARD_INPUT, led, frozenset()),
+            BACKWARD_WEIGHT: _direction_of(program, orders, lifetimes, BACKWARD_WEIGHT, own, program.led),
         }
-    whole = [number for number in range(len(program.items) - 1, -1, -1) if program.items[number].runs_backward]
-    return {BACKWARD: direction_of(program, orders, lifetimes, BACKWARD, whole, frozenset())}
+    whole = [number for number in reversed(numbers) if program.items[number].runs_backward]
+    return {BACKWARD: _direction_of(program, orders, lifetimes, BACKWARD, whole, frozenset())}
 
 
-def direction_of(
+def _direction_of(
     program: LocalProgram, orders: Orders, lifetimes: Lifetimes, name: str, numbers: list[int], before: frozenset[int]
 ) -> Direction:
     """What these items do, in the order of the pass. Units and regions are for the first part to enter, if it
@@ -459,7 +445,7 @@ class _Reader:
         values = [(number, value) for number, value in enumerate(program.values) if value.wants_gradient]
         self._wanting = {n for n, value in values if self._part < 0 or value.leads_back == (self._part == 0)}
         self._slots = {slot.value for slot in program.slots}
-        self._ends = {*orders.begun_at, *orders.ended_at, *orders.complete_at} if self._part else set()
+        self._ends = {*orders.begun_at, *orders.ended_at} if self._part else set()
 
     def step(self, number: int) -> BackwardStep:
         program, orders, part = self._program, self._orders, self._part

@@ -13,12 +13,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
-from autopar.ir.schedule import BACKWARD, FORWARD
+from autopar.ir.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD
+from autopar.runtime.packing import LONE_BYTES, pack_gradients
 from autopar.simulate.engine import COMPUTE, LAST, Carried, Engine
-from autopar.simulate.orders import Orders, first_operand
+from autopar.simulate.orders import Direction, Orders, first_operand
 from autopar.simulate.parts import NUM_BEFORE, Part
-from autopar.simulate.player import ROOT, PassKind, Played, Player, Travelling, finished, meets
-from autopar.simulate.program import Bucket, Slot, Transmission, is_summed_first
+from autopar.simulate.player import ROOT, Meet, PassKind, Played, Player, Travelling, finished, meets
+from autopar.simulate.program import Bucket, LocalProgram, Slot, Transmission, is_summed_first, way_of_slot
 from autopar.simulate.sharing import Share
 
 Ends = tuple[tuple[int, str], ...]
@@ -26,7 +27,7 @@ Ends = tuple[tuple[int, str], ...]
 
 
 class Unsupported(Exception):
-    """The plan is not one that is simulated in parts."""
+    """The parts of a stage depend on each other in a way that is not followed: it is played in one."""
 
 
 class LooksBack(Exception):
@@ -68,7 +69,6 @@ class Root(NamedTuple):
 
 
 LENT = -1  # the unit of slots that belong to those of other parts
-BEGUN = "begun"
 FOLLOWING, PRECEDING = -1, -2  # whose a slot is: of the unit ahead forward, or backward
 
 
@@ -112,7 +112,8 @@ class Exit(NamedTuple):
     compute does. made: by place, of values of its own that later parts read, when they are there; ready: of slots, and
     of results of operators that send inside. gradients: contributions to values that came in; home: of gradients on
     their way; own: of each share, when the last gradient of this part was there, −1 for none. live, pinned, whole:
-    of its own; ahead: whether the unit of another part is on its way, and what of it arrives packed."""
+    of its own; ahead: whether the unit of another part is on its way; arriving: what of its units, and of that one,
+    arrives packed."""
 
     done: Played
     last_ns: int
@@ -152,35 +153,29 @@ class PartPlayer(Player):
     """One part's state while it is played, with its shares of the buckets that gradients go home in."""
 
     def __init__(
-        self, part: Part, profile: Profile, trains: bool, shares: tuple[Share, ...], following: Ahead | None = None,
-        preceding: Ahead | None = None, root: Root | None = None, is_first: bool = False, begins_back: bool = False,
-        lent: frozenset[int] = frozenset(),
+        self, part: Part, profile: Profile, is_alone: bool, sums_early: bool, shares: tuple[Share, ...],
+        following: Ahead | None = None, preceding: Ahead | None = None, root: Root | None = None,
+        is_first: bool = False, begins_back: bool = False, lent: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        """following, preceding: what is asked for ahead, forward and backward; lent: slots of other parts' units."""
+        """is_alone: it is all that is played; sums_early: buckets go home as soon as they are complete, not after the
+        pass; following, preceding: what is asked for ahead, forward and backward; lent: slots of other parts' units."""
         self.lent, self.begins_back = lent, begins_back
-        self.part, self.trains, self.sums_early, self.is_first = part, trains, True, is_first
+        self.part, self.sums_early, self.is_first, self.shares = part, sums_early, is_first, shares
         self.program = copy.copy(part.program)
-        self.program.reductions = [
-            Bucket(list(share.slots), share.transmissions, share.has_buffer) for share in shares
-        ]  # fmt: skip
-        self._collective_ns = profile.host.collective_ns if profile.host else 0
-        self.orders, self.lifetimes, self.direction = part.orders, part.lifetimes, part.direction
+        self.orders, self.lifetimes, self.directions = part.orders, part.lifetimes, part.directions
         self.foreign: dict[int, tuple[int, int]] = {}  # values of other parts' slots -> whose, and their numbers there
         self.following = self.preceding = -1  # the numbers here of their units
         self.has_root = root is not None
         if following or preceding or root:
             self._look_around(following, preceding, root)
-        self._slowdown = profile.facts.overlap_slowdown
+        super().__init__(self.program, profile, self.orders)
         slots = self.program.slots
-        self._number = {slot.value: number for number, slot in enumerate(slots)}
-        self._meet = None
-        self.shares = shares
-        self._bucket_of = {slot: number for number, share in enumerate(shares) for slot in share.slots}
+        self._share_of = {slot: number for number, share in enumerate(shares) for slot in share.slots}
         self._moved = {
             number for number, slot in enumerate(slots)
             if slot.requires_grad and slot.steps and (slot.shrinks or is_summed_first(slot))
         }  # fmt: skip
-        if not self._moved.isdisjoint(self._ended_here().difference(self._bucket_of)):
+        if not self._moved.isdisjoint(self._ended_here().difference(self._share_of)):
             raise Unsupported  # the parameter is read first where no gradient flows, and its bucket is there
         self._complete_at = self._completing()
         self.known: dict[Any, Exit] = {}
@@ -201,7 +196,8 @@ class PartPlayer(Player):
         self.recomputes = any(item.region >= 0 for item in items[NUM_BEFORE : part.end])
         self.levels = self._levels()
         self.meets = any(map(meets, items[NUM_BEFORE : part.end]))
-        self.looks_back = {FORWARD: False, BACKWARD: False}  # whether collectives may begin before the part does
+        # whether collectives may begin before the part does
+        self.looks_back = dict.fromkeys((FORWARD, *part.directions), is_alone)
 
     def _ended_here(self) -> set[int]:
         """Slots whose gradients this part completes."""
@@ -219,12 +215,13 @@ class PartPlayer(Player):
             self.following = count
             orders.visits.append(count)
             self._add_unit(orders, following, count, FOLLOWING)
-        if preceding is not None and self.direction is not None:
+        if preceding is not None and BACKWARD in self.directions:
             self.preceding = count + 1
             orders.visits.insert(0, count + 1)
             self._add_unit(orders, preceding, count + 1, PRECEDING)
-            entered = self.direction.entered | {-1: (self.preceding,)}
-            self.direction = replace(self.direction, entered=entered)
+            direction = self.directions[BACKWARD]
+            entered = direction.entered | {-1: (self.preceding,)}
+            self.directions = {BACKWARD: replace(direction, entered=entered)}
         if root is not None:
             orders.gathers[ROOT] = [self._own_bucket(bucket, root) for bucket in root.buckets]
         self.orders = orders
@@ -246,7 +243,7 @@ class PartPlayer(Player):
             n if root.parts[place] is self.part else self._add_slot(root.parts[place], n, ROOT, place)
             for place, n in bucket.slots
         ]  # fmt: skip
-        return Bucket(numbers, bucket.transmissions, False, bucket.convert_ns)
+        return Bucket(numbers, bucket.transmissions, bucket.convert_ns)
 
     def _levels(self) -> tuple[str, ...]:
         """The levels of links that something is sent on."""
@@ -256,19 +253,24 @@ class PartPlayer(Player):
         sent += [one for buckets in self.orders.gathers.values() for bucket in buckets for one in bucket.transmissions]
         return tuple(sorted({one.level for one in sent}))
 
-    def _completing(self) -> dict[int, list[Bucket]]:
-        """By item, the buckets that it completes, in the order in which they go home."""
-        found: dict[int, list[Bucket]] = defaultdict(list)
-        for share, bucket in zip(self.shares, self.program.reductions, strict=True):
+    def _completing(self) -> dict[int, list[int]]:
+        """By item, the shares that it completes, in the order in which they go home: a branch hands out all gradients
+        in one order on all ranks."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for index, share in enumerate(self.shares):
             if share.completed_at >= 0:
-                found[share.completed_at].append(bucket)
-        for number, buckets in found.items():
-            buckets.sort(key=lambda bucket: -first_operand(self.program, number, bucket))
+                found[share.completed_at].append(index)
+        packed = _order_of_packing(self.program) if self.program.first_of else {}
+        for number, indices in found.items():
+            if number in self.program.first_of:
+                indices.sort(key=lambda index: packed[self.shares[index].slots[0]])
+            else:
+                indices.sort(key=lambda index: -first_operand(self.program, number, self.shares[index].slots))
         return found
 
-    def play_part(self, entry: PartEntry) -> Exit:
-        """The part of the pass that begins so."""
-        self._begin(entry)
+    def play_part(self, entry: PartEntry, meet: Meet | None = None) -> Exit:
+        """The part of the pass that begins so. meet: where other ranks do unlike work."""
+        self._begin(entry, meet)
         latest = LAST
         if entry.kind.name == FORWARD:
             if self.is_first:
@@ -277,40 +279,47 @@ class PartPlayer(Player):
                 if self.orders.visits:
                     self._launch(self.orders.visits[0])
             latest = self._run_forward(range(NUM_BEFORE, self.part.end))
-        elif self.direction is not None:
-            if self.begins_back:
-                self._launch(ROOT)
-                self._unpack(ROOT)
-            self._run_steps(self.direction)
+        elif entry.kind.name in self.directions:
+            self._play_back(self.directions[entry.kind.name])
         return self._exit(latest)
 
-    def _begin(self, entry: PartEntry) -> None:
+    def _play_back(self, direction: Direction) -> None:
+        if self._kind.name == BACKWARD_WEIGHT and self.program.led:
+            for unit in sorted(self.orders.gathers, key=self._place_of_gather):
+                self._launch(unit)
+        elif self.begins_back:
+            self._launch(ROOT)
+            self._unpack(ROOT)
+        self._run_steps(direction)
+        for index in self._late:
+            self._send_home(index, [self.engine.last])
+
+    def _place_of_gather(self, unit: int) -> tuple[bool, int]:
+        """Large slots are gathered before those that travel together."""
+        bucket = self.orders.gathers[unit][0]
+        return self.program.slots[bucket.slots[0]].used_bytes < LONE_BYTES, bucket.slots[0]
+
+    def _begin(self, entry: PartEntry, meet: Meet | None) -> None:
         kind, num_shares = entry.kind, len(self.shares)
-        self.engine = engine = Engine(
+        engine = Engine(
             self._slowdown, Carried(entry.links, entry.in_flight, unmet_ns=entry.unmet_ns), entry.host_ns, entry.waiting
         )
         engine.tasks[LAST] = (COMPUTE, "", entry.last_ns, entry.last_ns, "")
-        self._kind, self._late, self.comm_bytes, self.along = kind, [], defaultdict(int), {}
+        self.start(kind, engine, meet)
         self._ready = {value: engine.carry(end, cause) for value, end, cause in entry.ready}
         self._live, self._launched, self._pinned = set(entry.live), set(entry.live), set(entry.pinned)
-        self._arriving = defaultdict(list)
         for unit, end, num_bytes in entry.arriving:
             self._arriving[unit].append((engine.carry(end, "parameter"), num_bytes))
-        self._undone = {
-            unit: sum(len(bucket.slots) for bucket in buckets) for unit, buckets in self.orders.gathers.items()
-        }
         if self.has_root:
             self._undone[ROOT] = entry.root
         self._awaited = [engine.carry(end, cause) for end, cause in entry.awaited]
         self._travelling = [(engine.carry(one.end_ns, one.kind), one) for one in entry.journeys]
-        self._home = []
-        self._gradients = defaultdict(list)
         for value, ends in entry.gradients:
             self._gradients[value] = [engine.carry(end, cause) for end, cause in ends]
         self._held = {self.part.lowered.keeps[place] for place in entry.held}
         self._transient = {self._number[value] for value in entry.transient}
         self._whole = set(entry.whole)
-        is_later = kind.name == BACKWARD and not kind.is_first
+        is_later = kind.name in (BACKWARD, BACKWARD_WEIGHT) and not kind.is_first
         self._buffered = {n for n, share in enumerate(self.shares) if self._is_buffered(share, is_later)}
         self._others = [engine.carry(end, "gradient") if end > 0 else LAST for end in entry.others or (0,) * num_shares]
         self._arrivals = entry.arrivals or ((0, 0),) * num_shares
@@ -327,8 +336,6 @@ class PartPlayer(Player):
         entering = range(lowered.num_entering)
         ahead = {self.following, self.preceding} & self._live
         own_live = self._live - ahead - {ROOT}
-        if any(self._arriving.get(unit) for unit in own_live):
-            raise Unsupported("parameters are under way to a block that does not run")
         return Exit(
             done=done,
             last_ns=tasks[engine.last][3] - length,
@@ -359,7 +366,7 @@ class PartPlayer(Player):
             ahead=frozenset(ahead),
             arriving=tuple([
                 (unit, tasks[task][3], num_bytes)
-                for unit in sorted(ahead) for task, num_bytes in self._arriving.get(unit, ())
+                for unit in sorted(self._live) for task, num_bytes in self._arriving.get(unit, ())
             ]),
             root=self._undone.get(ROOT, -1) if self.has_root and ROOT in self._live else -1,
             awaited=tuple([self._end(task) for task in self._awaited]),
@@ -409,22 +416,20 @@ class PartPlayer(Player):
     def _unit_of(self, slot: Slot) -> int:
         return LENT if self._number.get(slot.value, -1) in self.lent else super()._unit_of(slot)
 
-    def _send_home(self, bucket: Bucket, after: Sequence[int] = ()) -> None:
-        index, slot = self._bucket_of[bucket.slots[0]], self.program.slots[bucket.slots[0]]
+    def _send_home(self, index: int, after: Sequence[int] = ()) -> None:
+        slot = self.program.slots[self.shares[index].slots[0]]
         if slot.reduces_each or self._kind.is_last:
             self._sent.append(index)
-        super()._send_home(bucket, [*after, self._others[index]])
+        super()._send_home(index, [*after, self._others[index]])
 
-    def _first_tensor(self, bucket: Bucket) -> str:
-        """That of another part if it has begun the bucket: `Variants.renamed` knows which."""
-        share = self.shares[self._bucket_of[bucket.slots[0]]]
-        return f"{BEGUN}:{share.way}" if share.comes else super()._first_tensor(bucket)
 
-    def _whole_bytes(self, index: int) -> int:
-        return self.shares[index].whole_bytes
-
-    def _scatter_bytes(self, index: int) -> int:
-        return self.shares[index].scatter_bytes
-
-    def _arrivals_of_others(self, index: int) -> tuple[int, int]:
-        return self._arrivals[index]
+def _order_of_packing(program: LocalProgram) -> dict[int, int]:
+    """By slot, the place of its bucket among all of a program, as the runtime packs them."""
+    slots = program.slots
+    buckets = pack_gradients(
+        (n for n in reversed(range(len(slots))) if slots[n].steps and slots[n].requires_grad),
+        lambda n: way_of_slot(slots[n], slots[n].storage.regather),
+        lambda n: slots[n].gradient_bytes,
+        lambda n: is_summed_first(slots[n]),
+    )
+    return {n: place for place, bucket in enumerate(buckets) for n in bucket}

@@ -5,12 +5,16 @@ A part that begins as it has begun before is not played again (`part_player`), n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from autopar.ir.plan import StagePlan
-from autopar.ir.schedule import BACKWARD, FORWARD
+from autopar.cost import Profile
+from autopar.ir.branches import Coordinates
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Plan, StagePlan
+from autopar.ir.schedule import BACKWARD, DIRECTIONS, FORWARD
 from autopar.simulate.engine import Carried, Change, Moment
 from autopar.simulate.part_player import (
     FOLLOWING,
@@ -21,10 +25,12 @@ from autopar.simulate.part_player import (
     PartEntry,
     PartPlayer,
 )
+from autopar.simulate.parts import Part
 from autopar.simulate.player import (
     LEAVE_GRADIENTS,
     Beyond,
     Bound,
+    Meet,
     Pass,
     PassKind,
     Played,
@@ -34,6 +40,7 @@ from autopar.simulate.player import (
     optimizer_pass,
     whole_pass,
 )
+from autopar.simulate.program import OtherLane, devices_per_node
 from autopar.simulate.segments import Key
 from autopar.simulate.variants import SentValues, Variants
 
@@ -69,23 +76,27 @@ class PartedStage:
         self.variants, self.plan = variants, plan
         self.joined = joined = variants.joined(plan, sent)
         self.optimizer_ns, self.workspace = variants.optimizer(plan) if variants.trains else (0, 0)
-        self.may_be_calm = not (variants.profile.host or joined.root or any(joined.lent))
+        is_alone = len(joined.players) == 1
+        self.may_be_calm = not (variants.profile.host or joined.root or any(joined.lent) or is_alone)
         self.renames: list[Rename] = [partial(variants.renamed, joined, n) for n in range(len(joined.players))]
         self._meets = any(player.meets for player in joined.players)
-        self._work_ns = {
-            FORWARD: sum([part.work_ns[0] for part in self.joined.parts]),
-            BACKWARD: sum([part.work_ns[1] for part in self.joined.parts]),
-            "optimizer": self.optimizer_ns,
-        }
+        names = (FORWARD, *joined.parts[0].directions)
+        self._work_ns = {name: sum([part.work_ns[name] for part in joined.parts]) for name in names}
+        self._work_ns["optimizer"] = self.optimizer_ns
+
+    @property
+    def parts(self) -> list[Part]:
+        """What is played."""
+        return self.joined.parts
 
     @property
     def receives(self) -> Collection[str]:
-        """As in `StagePlayer`."""
+        """Tensors of earlier stages."""
         return self.variants.graph.received
 
     @property
     def kept(self) -> Collection[str]:
-        """As in `StagePlayer`."""
+        """What it sends of those that autograd keeps anyway, or that are stored."""
         saved: list[bool] = [False] * self.joined.parts[0].lowered.num_memory
         for part in self.joined.parts:
             lowered, own = part.lowered, saved
@@ -99,36 +110,48 @@ class PartedStage:
 
     @property
     def residents(self) -> list[tuple[int, str]]:
-        """As in `StagePlayer`."""
+        """Bytes that are held through the step, and of what kind."""
         return self.variants.residents(self.plan, self.joined.parts)
 
     def has_work(self, name: str) -> bool:
         """Whether anything runs in a pass of that name."""
-        return name == FORWARD or any(part.direction is not None and part.direction.steps for part in self.joined.parts)
+        return name == FORWARD or any(part.directions[name].steps for part in self.joined.parts)
 
     def work_ns(self, name: str) -> int:
-        """As in `StagePlayer`."""
+        """What a pass of that name must compute."""
         return self._work_ns.get(name, 0)
 
     def play(self, kind: PassKind, carried: Carried, standing: Standing, bound: Bound | None = None) -> Pass:
-        """As in `StagePlayer`."""
+        """The pass, from what the device and the stage have under way. Raises Beyond where that breaks the bound."""
         bound = bound or NO_BOUND
-        if kind.name == "begin":
-            return self._begin_step(carried)
-        if kind.name == "optimizer":
-            return self._optimize(carried, standing)
-        if kind.name in LEAVE_GRADIENTS:
-            standing = standing.without_gradients()
-        key = kind, carried._replace(last_ns=0, unmet_ns=carried.unmet_ns if self._meets else 0), standing
-        known = self.joined.passes.get(key)
+        key = self.state(kind, carried, standing)
+        known = self.joined.passes.get(key) if kind.name in DIRECTIONS else None
         if known is None:
-            known = self.joined.passes[key] = _PartedPass(self, *key, bound).run()
+            known = self.played(*key, bound)
+            if kind.name in DIRECTIONS:
+                self.joined.passes[key] = known
         elif bound.beside_ns + known.length_ns > bound.until_ns:
             raise Beyond(bound.beside_ns + known.length_ns)
         return known
 
-    def _begin_step(self, carried: Carried) -> Pass:
-        gathered = self.variants.gathered(self.joined.parts, carried._replace(last_ns=0, unmet_ns=0))
+    def state(self, kind: PassKind, carried: Carried, standing: Standing) -> tuple[PassKind, Carried, Standing]:
+        """All that a pass depends on."""
+        if kind.name in LEAVE_GRADIENTS:
+            standing = standing.without_gradients()
+        return kind, carried._replace(last_ns=0, unmet_ns=carried.unmet_ns if self._meets else 0), standing
+
+    def played(
+        self, kind: PassKind, carried: Carried, standing: Standing, bound: Bound = NO_BOUND, meet: Meet | None = None
+    ) -> Pass:
+        """Plays a pass. meet: where other ranks do unlike work."""
+        if kind.name == "begin":
+            return self._begin_step(carried, meet)
+        if kind.name == "optimizer":
+            return self._optimize(carried, standing)
+        return _PartedPass(self, kind, carried, standing, bound, meet).run()
+
+    def _begin_step(self, carried: Carried, meet: Meet | None) -> Pass:
+        gathered = self.variants.gathered(self.joined.parts, carried._replace(unmet_ns=0), meet)
         ready = [((n, value), *end) for n, found in gathered.ready.items() for value, end in found.items()]
         arriving = [
             ((n, unit), *one) for n, found in gathered.arriving.items() for unit, ends in found.items() for one in ends
@@ -141,13 +164,27 @@ class PartedStage:
         return optimizer_pass(slowdown, carried, standing, self.optimizer_ns, self.workspace)
 
 
+def stage_in_one(
+    graph: Graph, plan: Plan, profile: Profile, sums_early: bool = True, coordinates: Coordinates | None = None,
+    others: Sequence[OtherLane] = (),
+) -> PartedStage:  # fmt: skip
+    """A plan's only stage as one segment. coordinates, others: as in `Lowering`."""
+    (part,) = plan.parts
+    per_node = devices_per_node(plan, 0)
+    variants = Variants(
+        graph, graph, part, profile, per_node, is_cut=False, sums_early=sums_early, coordinates=coordinates,
+        others=others,
+    )  # fmt: skip
+    return PartedStage(variants, part, {})
+
+
 class _PartedPass:
     """One pass; times from its begin. Raises Beyond as soon as the step must take longer than its bound."""
 
     def __init__(
-        self, stage: PartedStage, kind: PassKind, carried: Carried, standing: Standing, bound: Bound
+        self, stage: PartedStage, kind: PassKind, carried: Carried, standing: Standing, bound: Bound, meet: Meet | None
     ) -> None:  # fmt: skip
-        self.stage, self.kind, self.bound, joined = stage, kind, bound, stage.joined
+        self.stage, self.kind, self.bound, self.meet, joined = stage, kind, bound, meet, stage.joined
         self.variants, self.joined, self.players, self.lent_slots = stage.variants, joined, joined.players, joined.lent
         self.host, count = stage.variants.profile.host, len(joined.players)
         self.now = self.last = 0
@@ -222,7 +259,7 @@ class _PartedPass:
         now, last = self.now, self.last - self.now
         live, root = self.live[number], -1
         if player.has_root and self.joined.root is not None:
-            root = self.root if kind.name == BACKWARD and not player.begins_back else self.joined.root.num_slots
+            root = self.root if kind.name != FORWARD and not player.begins_back else self.joined.root.num_slots
             live = live | {0} if self.root >= 0 else live
         arriving: tuple[tuple[int, int, int], ...] = ()
         if self.arriving[number]:
@@ -243,13 +280,13 @@ class _PartedPass:
         unmet_ns = self.unmet_ns if player.meets else 0
         key = kind, streams, ready, gathering, backward, unmet_ns
         memory = player.forward.known if kind.name == FORWARD else player.known
-        known = memory.get(key)
+        known = memory.get(key) if self.meet is None else None
         if known is None:
             entry = PartEntry(
                 kind, *streams, ready, *backward[:4], *gathering[:3], backward[4], *gathering[3:], *backward[5:],
                 unmet_ns,
             )  # fmt: skip
-            known = memory[key] = player.play_part(entry)
+            known = memory[key] = player.play_part(entry, self.meet)
         self._take(number, player, known)
         return known
 
@@ -277,7 +314,7 @@ class _PartedPass:
             self.arriving[number] = {}
 
     def _take_gathered(self, number: int, player: PartPlayer, known: Exit, begin: int) -> None:
-        self.arriving[number] = {}
+        self.arriving[number] = _arriving(known, known.live, begin)
         self.live[number], self.pinned[number] = known.live, known.pinned.difference(self.lent_slots[number])
         for n, key in self.lent_slots[number].items():
             if n in known.pinned:
@@ -289,7 +326,7 @@ class _PartedPass:
         for unit in known.ahead:
             at, own = (self.joined.following if unit == player.following else self.joined.preceding)[number]
             self.live[at] |= {own}
-            packed = [(begin + end, size) for u, end, size in known.arriving if u == unit]
+            packed = _arriving(known, {unit}, begin).get(unit, ())
             self.arriving[at][own] = [*self.arriving[at].get(own, ()), *packed]
 
     def _whose(self, number: int, whose: int, value: int) -> tuple[int, int]:
@@ -320,6 +357,10 @@ class _PartedPass:
             self.root = -1
         if left:
             self.changes.append((self.last, -left, "gathered", Moment.START))
+        for units in self.arriving:
+            for end, size in itertools.chain(*units.values()):
+                self.changes.append((max(end, self.last), -size, "gathered", Moment.START))
+            units.clear()
         self.live = [frozenset()] * len(self.players)
         self.pinned = [frozenset()] * len(self.players)
 
@@ -337,7 +378,7 @@ class _PartedPass:
         ends: Sequence[tuple[int, str] | None] = ()
         exits = []
         calm = self._calm_parts()
-        self._done(sum([player.part.work_ns[0] for player in self.players[:calm]]))
+        self._done(sum([player.part.work_ns[FORWARD] for player in self.players[:calm]]))
         for number in range(calm, count):
             player, begin = self.players[number], self.now
             if player.recomputes and ends:
@@ -348,7 +389,7 @@ class _PartedPass:
                 left = self._play_forward(number, player, ends)
             exits.append(left)
             latest, lowered = begin + left.latest_ns, player.part.lowered
-            self._done(player.part.work_ns[0])
+            self._done(player.part.work_ns[FORWARD])
             ends = _ends_after(ends, lowered.leaving, lowered.num_entering, left, begin)
         self.changes += self._freed(latest if exits else self.now)
         if self.joined.regathers and (self.variants.is_stage or not self.variants.trains):
@@ -413,7 +454,7 @@ class _PartedPass:
             except LooksBack:
                 left = self._play_backward(number, player, kind, gradients, transient, names)
             exits.append(left)
-            self._done(player.part.work_ns[1])
+            self._done(player.part.work_ns[kind.name])
             if names:
                 self.held.update([name for place, name in names if place in left.held])
             self.whole[number] = left.whole
@@ -424,7 +465,7 @@ class _PartedPass:
             transient = left.transient
         if self.joined.regathers:
             self._end_pass(exits)
-        received = sum([player.part.received_bytes for player in self.players])
+        received = sum([player.part.received_bytes.get(kind.name, 0) for player in self.players])
         if received:
             self.changes.append((self.last, -received, "activation gradients", Moment.START))
 
@@ -432,7 +473,7 @@ class _PartedPass:
         self, number: int, player: PartPlayer, kind: PassKind, gradients: Mapping[int, Ends], transient: frozenset[int],
         names: Sequence[tuple[int, str]],
     ) -> Exit:  # fmt: skip
-        begin, lowered, looks_back = self.now, player.part.lowered, player.looks_back[BACKWARD]
+        begin, lowered, looks_back = self.now, player.part.lowered, player.looks_back[kind.name]
         coming = tuple([
             (lowered.leaving[place], under_way)
             for place, ends in gradients.items()
@@ -448,7 +489,7 @@ class _PartedPass:
     def _coming_back(self, number: int, player: PartPlayer) -> _Coming:
         """Slots, and what the part computes again from, that are under way."""
         begin = self.now
-        since = 0 if player.recomputes and player.looks_back[BACKWARD] else begin
+        since = 0 if player.recomputes and player.looks_back[self.kind.name] else begin
         ready = self._coming(number, begin, since)
         return ready + tuple([
             (value, end - begin, cause) for value, (end, cause) in self.arrived[number].items() if end > since
@@ -524,6 +565,15 @@ def _by_part(found: frozenset[tuple[int, int]], count: int) -> list[frozenset[in
 def _of_parts(by_part: Sequence[frozenset[int]]) -> frozenset[tuple[int, int]]:
     """Numbers with that of their part."""
     return frozenset([(number, own) for number, found in enumerate(by_part) if found for own in found])
+
+
+def _arriving(known: Exit, units: Collection[int], begin: int) -> dict[int, list[tuple[int, int]]]:
+    """What arrives packed of some units, when a part has ended that began then."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for unit, end, size in known.arriving:
+        if unit in units:
+            found.setdefault(unit, []).append((begin + end, size))
+    return found
 
 
 def _under_way(

@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.cost.memory import optimizer_moved_bytes
+from autopar.ir.branches import Coordinates, in_order
 from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Placement, evenly, local_shape
 from autopar.ir.plan import NodePlan, StagePlan, Storage
 from autopar.ir.redistribution import Step
-from autopar.ir.schedule import BACKWARD
+from autopar.ir.schedule import FORWARD
 from autopar.simulate.facts import Call, GraphFacts
-from autopar.simulate.orders import Buffers, Direction, Lifetimes, Orders, direction_of, find_lifetimes, find_orders
+from autopar.simulate.orders import Buffers, Direction, Lifetimes, Orders, find_directions, find_lifetimes, find_orders
 from autopar.simulate.program import (
     Bucket,
     Item,
@@ -36,11 +37,13 @@ from autopar.simulate.program import (
     LocalProgram,
     Lowering,
     OperatorPrice,
+    OtherLane,
     PriceTable,
     StoredPrice,
     Transmission,
     Value,
     mark_gradients,
+    mark_parts,
 )
 from autopar.simulate.segments import Segment
 from autopar.simulate.sharing import Moving, OnWay, Ways
@@ -142,22 +145,23 @@ class Marked:
 @dataclass(eq=False, slots=True)
 class Part:
     """A part as it is played. freed_bytes: given back where the forward pass ends; end: one past its last item;
-    work_ns: of the compute stream, forward and backward, without what is computed again."""
+    work_ns: of the compute stream in each direction, without what is computed again; received_bytes: in each direction,
+    of gradients that other stages send, which are kept until the pass has ended."""
 
     program: LocalProgram
     orders: Orders
     lifetimes: Lifetimes
-    direction: Direction | None
+    directions: Mapping[str, Direction]
     marked: Marked
     end: int
     freed_bytes: int
-    received_bytes: int  # of gradients that other stages send, which are kept until the pass has ended
+    received_bytes: Mapping[str, int]
     before: Gradients
     ways: tuple[OnWay, ...] | None = None
     players: dict[Any, Any] = field(default_factory=dict)  # and what they know of its forward pass, by what is around
     forward: dict[Any, Any] = field(default_factory=dict)
     first_form: int = -1  # see `variants`
-    work_ns: tuple[int, int] = field(init=False)
+    work_ns: dict[str, int] = field(init=False)
     regathers: bool = field(init=False)
     unhoused: tuple[int, ...] = field(init=False)  # regathered slots of no unit
     saved: frozenset[int] = field(init=False)  # memory that its items save
@@ -168,10 +172,9 @@ class Part:
 
     def __post_init__(self) -> None:
         slots, count = self.program.slots, self.lowered.num_entering
-        self.work_ns = (
-            sum([item.forward_ns for item in self.program.items[NUM_BEFORE : self.end]]),
-            sum([step.own_ns for step in self.direction.steps]) if self.direction is not None else 0,
-        )
+        self.work_ns = {FORWARD: sum([item.forward_ns for item in self.program.items[NUM_BEFORE : self.end]])}
+        for name, direction in self.directions.items():
+            self.work_ns[name] = sum([step.own_ns for step in direction.steps])
         saving = (item for item in self.program.items[NUM_BEFORE : self.end] if item.runs_backward)
         self.saved = frozenset([storage for item in saving for storage in item.saved])
         held = {n for buckets in self.orders.gathers.values() for bucket in buckets for n in bucket.slots}
@@ -195,10 +198,12 @@ class PartLowering(Lowering):
 
     def __init__(
         self, graph: Graph, plan: StagePlan, profile: Profile, per_node: int, facts: GraphFacts,
-        batched: Mapping[str, int],
+        batched: Mapping[str, int], prices: PriceTable | None = None, is_split: bool = False,
+        coordinates: Coordinates | None = None, others: Sequence[OtherLane] = (),
     ) -> None:  # fmt: skip
-        super().__init__(graph, plan, profile, per_node, facts, PriceTable(), {}, batched, False, {})
-        self._operators: dict[object, OperatorPrice] = {}
+        """is_split: the backward pass comes in two parts; coordinates, others: as in `Lowering`."""
+        prices = PriceTable() if prices is None else prices
+        super().__init__(graph, plan, profile, per_node, facts, prices, batched, is_split, coordinates, others)
         self._moved: dict[object, int] = {}
 
     def lower(
@@ -208,7 +213,7 @@ class PartLowering(Lowering):
         """The segment's part. steps: of the plan's conversions by tensor and target; sent: what it sends to later
         stages, and whether the gradient comes back."""
         self.plan, self.steps = plan, steps
-        self.program = program = LocalProgram()
+        self.program = program = LocalProgram(splits=self.splits)
         self.known, self.placements, self.units, self.places = {}, {}, {}, {}
         self.constants, self.calls = {}, []
         self._unit("")
@@ -219,8 +224,8 @@ class PartLowering(Lowering):
         ]
         for name in self.graph.received if segment.number == 0 else ():
             self._receive(name)
-        for node in segment.nodes:
-            self._operator(node)
+        for node in in_order(self.graph, plan) if self.homes else segment.nodes:
+            self._node(node)
         for value in sent:
             self._send(*value)
         leaving, storages, after = self._leave(segment, before)
@@ -278,16 +283,6 @@ class PartLowering(Lowering):
     def _placement_of(self, number: int) -> Placement:
         return next(placement for (_, placement), known in self.known.items() if known == number)
 
-    def _operator_price(
-        self, node: Node, placements: NodePlan, inputs: list[int], outputs: list[int]
-    ) -> OperatorPrice:  # fmt: skip
-        """That of a twin with equal placements, whichever plan had it."""
-        key = self.twins.get(node.name, node.name), placements
-        known = self._operators.get(key)
-        if known is None:
-            known = self._operators[key] = super()._operator_price(node, placements, inputs, outputs)
-        return known
-
     def _own_gathers(self, program: LocalProgram, num_entering: int) -> list[Bucket]:
         """Regathered slots of the part's units."""
         around = program.around()
@@ -296,11 +291,11 @@ class PartLowering(Lowering):
             number for number, slot in enumerate(program.slots)
             if slot.steps and slot.storage.regather and slot.value >= num_entering and slot.unit in units - {0}
         ]  # fmt: skip
-        return [self._bucket(group, True) for group in self._gathers(moved)]
+        return [self._bucket(group) for group in self._gathers(moved)]
 
     def price(self, node: Node, placed: NodePlan) -> OperatorPrice:
         """What an operator costs with some placements."""
-        known = self._operators.get((self.twins.get(node.name, node.name), placed))
+        known = self.prices.operators.get((self.twins.get(node.name, node.name), placed, ()))
         if known is not None:
             return known
         self.program, self.known = LocalProgram(), {}
@@ -315,8 +310,7 @@ class PartLowering(Lowering):
             for name, placement in zip(node.results, placed.results, strict=True)
         ]
         self.plan = replace(self.plan, nodes={node.name: placed})
-        price: OperatorPrice = self._operator_price(node, placed, inputs, outputs)
-        return price
+        return self._operator_price(node, placed, inputs, outputs)
 
     def stored_price(self, tensor: str) -> StoredPrice:
         """What a stored tensor takes, and its update."""
@@ -348,11 +342,6 @@ class PartLowering(Lowering):
         views = self.profile.facts.view_ns
         return self._handling_ns(steps, sizes, direction) if sent else views[direction], sent
 
-    def gathers_of(self, program: LocalProgram) -> list[Bucket]:
-        """The buckets that a program's slots are gathered in."""
-        self.program = program
-        return self._buckets(forward=True)
-
     def transmissions_of(
         self, steps: tuple[Step, ...], sizes: Sequence[tuple[int, int]], direction: int
     ) -> tuple[Transmission, ...]:
@@ -374,6 +363,7 @@ class PartLowering(Lowering):
             program.items[BEFORE].runs_backward = False
             self.calls = lowered.calls
             self._mark_regions()
+            mark_parts(program)
         kept = _kept(program, self.trains)
         read = tuple(n for n, count in enumerate(_backward_reads(program, lowered.num_entering)) if count)
         return Marked(lowered, program, wanted, _before(program, lowered, wanted, kept), kept, read)
@@ -396,13 +386,11 @@ class PartLowering(Lowering):
         buffers = _buffers(lowered, gradients)
         own = range(NUM_BEFORE, end)
         lifetimes = find_lifetimes(program, self.trains, buffers, own)
-        direction = None
-        if self.trains:
-            numbers = [n for n in reversed(own) if program.items[n].runs_backward]
-            direction = direction_of(program, orders, lifetimes, BACKWARD, numbers, frozenset())
-        received = lifetimes.received.get(BACKWARD, 0)
+        directions = find_directions(program, orders, lifetimes, own) if self.trains else {}
         freed = sum(size for number, size in lifetimes.forward.given.items() if number >= end)
-        return Part(program, orders, lifetimes, direction, marked, end, freed, received, _gradients(lowered, buffers))
+        return Part(
+            program, orders, lifetimes, directions, marked, end, freed, lifetimes.received, _gradients(lowered, buffers)
+        )
 
 
 def _unmarked(program: LocalProgram) -> tuple[list[Value], list[Item]]:

@@ -16,18 +16,20 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from autopar.cost import Profile
-from autopar.ir.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from autopar.ir.schedule import BACKWARD_INPUT, FORWARD
 from autopar.runtime.packing import MAX_IN_FLIGHT
 from autopar.simulate.engine import COMPUTE, LAST, NOTHING_SENT, Carried, Change, Engine, Moment, Sent, Task
-from autopar.simulate.orders import BackwardStep, Changes, Direction, find_directions, find_lifetimes, find_orders
+from autopar.simulate.orders import BackwardStep, Changes, Direction, Lifetimes, Orders
 from autopar.simulate.program import Bucket, Item, LocalProgram, Slot, Transmission
+from autopar.simulate.sharing import Share
 
+BEGUN = "begun"  # marks a bucket that another part has begun, in the name of what is sent
 UNDER_WAY = "gradients under way"
 STOPPING = ("activation", "operator")  # purposes of collectives that the rank does not go on beside
 ROOT = 0  # the unit of parameters that belong to no block
@@ -205,6 +207,15 @@ def finished(engine: Engine, sent: dict[str, int], along: dict[tuple[int, str], 
     )  # fmt: skip
 
 
+class Gathered(NamedTuple):
+    """The begin of a step: what was played, which values come later, with the kind of task, and what arrives packed, by
+    unit."""
+
+    done: Played
+    ready: list[tuple[int, int, str]]
+    arriving: list[tuple[int, int, int]]
+
+
 class Bound(NamedTuple):
     """How long a step may take: until_ns; beside_ns: when the pass at hand begins, and what must be computed after
     it."""
@@ -221,161 +232,58 @@ class Beyond(Exception):
         self.least_ns = least_ns
 
 
-class StagePlayer(Protocol):
-    """Plays the passes of one stage. receives: tensors of earlier stages; kept: what it sends of those that autograd
-    keeps anyway, or that are stored; residents: bytes that are held through the step, and of what kind."""
-
-    @property
-    def receives(self) -> Collection[str]: ...
-    @property
-    def kept(self) -> Collection[str]: ...
-    @property
-    def residents(self) -> list[tuple[int, str]]: ...
-    def work_ns(self, name: str) -> int:
-        """What a pass of that name must compute."""
-
-    def play(self, kind: PassKind, carried: Carried, standing: Standing, bound: Bound | None = None) -> Pass:
-        """The pass, from what the device and the stage have under way. Raises Beyond where that breaks the bound."""
-
-
 class Player:
-    """One stage's state while its program is played."""
+    """Plays a program's items and what is sent around them. shares: of buckets that gradients go home in, which
+    `_complete_at` has by the item that completes them, and `_share_of` by slot; `_moved`: slots whose gradient is at
+    home elsewhere than where it is made."""
 
-    def __init__(
-        self, program: LocalProgram, profile: Profile, trains: bool, sums_early: bool = True
-    ) -> None:  # fmt: skip
-        self.program, self.trains, self.sums_early = program, trains, sums_early
-        self._pass_ns = profile.host.pass_ns if profile.host else 0
+    lifetimes: Lifetimes
+    shares: tuple[Share, ...]
+    sums_early: bool
+    _complete_at: Mapping[int, Sequence[int]]
+    _share_of: Mapping[int, int]
+    _moved: Collection[int]
+
+    def __init__(self, program: LocalProgram, profile: Profile, orders: Orders) -> None:
+        self.program, self.orders = program, orders
         self._collective_ns = profile.host.collective_ns if profile.host else 0
-        self.orders = find_orders(program, profile)
-        self.lifetimes = find_lifetimes(program, trains)
-        self._number = {slot.value: number for number, slot in enumerate(program.slots)}
-        self._bucket_of = {slot: number for number, bucket in enumerate(program.reductions) for slot in bucket.slots}
-        self._moved = {  # slots whose gradient is at home elsewhere than where it is made
-            slot for slot, number in self._bucket_of.items()
-            if program.reductions[number].has_buffer or program.slots[slot].shrinks
-        }  # fmt: skip
-        self._directions = find_directions(program, self.orders, self.lifetimes) if trains else {}
-        self._complete_at = self.orders.complete_at
         self._slowdown = profile.facts.overlap_slowdown
-        self._copies = any(not bucket.transmissions for unit in self.orders.gathers.values() for bucket in unit)
-        self._meets = any(map(meets, program.items))
-        self._known: dict[tuple[PassKind, Carried, Standing], Pass] = {}
+        self._number = {slot.value: number for number, slot in enumerate(program.slots)}
 
-    @property
-    def residents(self) -> list[tuple[int, str]]:
-        """As in `StagePlayer`."""
-        return self.program.residents
-
-    @property
-    def receives(self) -> Collection[str]:
-        """As in `StagePlayer`."""
-        return self.program.receives.keys()
-
-    @property
-    def kept(self) -> Collection[str]:
-        """As in `StagePlayer`."""
-        program = self.program
-        saved = {storage for item in program.items if item.runs_backward for storage in item.saved}
-        sent = ((name, program.values[value].storage) for (name, _), value in program.sends.items())
-        return {name for name, storage in sent if storage in saved or program.memory[storage].owner < 0}
-
-    def work_ns(self, name: str) -> int:
-        """What a pass cannot take less than: nothing, since nobody asks for it where a program is played whole."""
-        return 0
-
-    def play(self, kind: PassKind, carried: Carried, standing: Standing, bound: Bound | None = None) -> Pass:
-        """The pass, from what the device and the stage have under way. One that leaves gradients as they are says
-        nothing of them in its `standing`."""
-        key = self.state(kind, carried, standing)
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = self.played(*key)
-        return known
-
-    def state(self, kind: PassKind, carried: Carried, standing: Standing) -> tuple[PassKind, Carried, Standing]:
-        """All that a pass depends on."""
-        if kind.name in LEAVE_GRADIENTS:
-            standing = standing.without_gradients()
-        if not self._copies:
-            carried = carried._replace(last_ns=0)
-        if not self._meets:
-            carried = carried._replace(unmet_ns=0)
-        return kind, carried, standing
-
-    def played(self, kind: PassKind, carried: Carried, standing: Standing, meet: Meet | None = None) -> Pass:
-        """Plays a pass. meet: where other ranks do unlike work."""
-        if kind.name == "optimizer":
-            program = self.program
-            return optimizer_pass(self._slowdown, carried, standing, program.optimizer_ns, program.optimizer_workspace)
-        self._meet = meet
-        busy_ns = self._pass_ns if self._has_work(kind.name) else 0
-        waiting = "forward" if kind.name == "begin" else kind.name
-        self.engine = engine = Engine(self._slowdown, carried, busy_ns, waiting)
-        self._late: list[Bucket] = []  # buckets that go home after the pass
+    def start(self, kind: PassKind, engine: Engine, meet: Meet | None) -> None:
+        """Before a pass, with nothing under way but what the engine carries. meet: where other ranks do unlike
+        work."""
+        self.engine, self._kind, self._meet = engine, kind, meet
+        self._late: list[int] = []  # buckets that go home after the pass
         self.comm_bytes: dict[str, int] = defaultdict(int)
         self.along: dict[tuple[int, str], Sent] = {}
-        self._ready = {value: engine.carry(end, cause) for value, end, cause in standing.ready}
-        self._live, self._pinned = set(standing.live), set(standing.pinned)
+        self._ready: dict[int, int] = {}  # value -> the task that makes it
+        self._live, self._pinned = set[int](), set[int]()
         self._arriving: dict[int, list[tuple[int, int]]] = defaultdict(list)  # unit -> (task, bytes)
-        for unit, end, num_bytes in standing.arriving:
-            self._arriving[unit].append((engine.carry(end, "parameter"), num_bytes))
-        self._held, self._whole, self._buffered = set(standing.held), set(standing.whole), set(standing.buffered)
-        self._travelling = [(engine.carry(one.end_ns, one.kind), one) for one in standing.journeys]
+        self._held, self._whole, self._buffered = set[str](), set[int](), set[int]()
+        self._travelling: list[tuple[int, Travelling]] = []
         self._transient: set[int] = set()  # slots whose gradient is added to what is at home
         self._undone = {
             unit: sum(len(bucket.slots) for bucket in buckets) for unit, buckets in self.orders.gathers.items()
         }
         self._awaited: list[int] = []  # tasks that compute waits for before it goes on
-        self._home = [engine.carry(end, cause) for end, cause in standing.home]
+        self._home: list[int] = []
         self._gradients: dict[int, list[int]] = defaultdict(list)  # value -> the tasks that contribute to it
+        self._arrivals: Sequence[tuple[int, int]] = ()  # of shards of other parts in each share: new bytes, added ones
         self._launched: set[int] = set()  # units whose regathered parameters this pass has asked for
-        self._kind = kind
-        if kind.name in self._directions:
-            self._backward(self._directions[kind.name])
-        else:
-            {"begin": self._begin_step, "forward": self._forward}[kind.name]()
-        return self._result()
 
-    def _has_work(self, direction: str) -> bool:
-        return direction == FORWARD or (direction in self._directions and bool(self._directions[direction].steps))
-
-    def _result(self) -> Pass:
-        length, tasks = self.engine.free_ns, self.engine.tasks
-        played = finished(self.engine, dict(self.comm_bytes), self.along)
-        ends = ((value, tasks[task]) for value, task in self._ready.items())
-        home = {(tasks[task][3], tasks[task][4]): None for task in self._home}
-        standing = Standing(
-            ready=tuple([(value, task[3], task[4]) for value, task in ends if task[3] > length]),
-            live=frozenset(self._live),
-            pinned=frozenset(self._pinned),
-            arriving=tuple([
-                (unit, tasks[task][3], num_bytes) for unit, found in self._arriving.items() for task, num_bytes in found
-            ]),
-            held=frozenset(self._held),
-            whole=frozenset(self._whole),
-            buffered=frozenset(self._buffered),
-            journeys=self._still_travelling(),
-            home=tuple([pair for pair in home if pair[0] > length]),
-        )  # fmt: skip
-        return whole_pass(self._kind, played, standing)
+    def gather(self, carried: Carried, meet: Meet | None) -> Gathered:
+        """The parameters that are converted once a step."""
+        self.start(PassKind("begin"), Engine(self._slowdown, carried), meet)
+        for bucket in self.program.gathers:
+            self._convert(bucket, ())
+        tasks, length = self.engine.tasks, self.engine.free_ns
+        ends = ((value, tasks[task][3], tasks[task][4]) for value, task in self._ready.items())
+        arriving = [(unit, tasks[task][3], size) for unit, found in self._arriving.items() for task, size in found]
+        done = finished(self.engine, dict(self.comm_bytes), self.along)
+        return Gathered(done, [end for end in ends if end[1] > length], arriving)
 
     # Passes ----------------------------------------
-
-    def _begin_step(self) -> None:
-        """The parameters that are converted once a step."""
-        for bucket in self.program.gathers:
-            if not self.program.slots[bucket.slots[0]].storage.regather:
-                self._convert(bucket, ())
-
-    def _forward(self) -> None:
-        self._launch(ROOT)
-        self._unpack(ROOT)
-        if self.orders.visits:
-            self._launch(self.orders.visits[0])
-        self._run_forward(range(len(self.program.items)))
-        if not self.trains or self.program.is_stage:
-            self._end_microbatch()
 
     def _run_forward(self, numbers: range) -> int:
         """Runs items in order; returns the last one's last task."""
@@ -391,21 +299,6 @@ class Player:
                 self._release(unit)
         return last
 
-    def _backward(self, direction: Direction) -> None:
-        if self._kind.name == BACKWARD_WEIGHT and self.program.led:
-            for unit in self.orders.gathers:
-                self._launch(unit)
-        elif self.program.is_stage:
-            self._launch(ROOT)
-            self._unpack(ROOT)
-        self._run_steps(direction)
-        for bucket in self._late:
-            self._send_home(bucket, [self.engine.last])
-        if direction.ends_microbatch or self.program.is_stage:
-            self._end_microbatch()
-        received = self.lifetimes.received.get(self._kind.name, 0)
-        self.engine.release(self.engine.last, received, "activation gradients", Moment.START)
-
     def _run_steps(self, direction: Direction) -> None:
         left, visits = set(direction.regions), self.orders.visits
         later = {unit for units in direction.entered.values() for unit in units}
@@ -419,11 +312,6 @@ class Player:
                 left.discard(region)
                 self._recompute(region)
             self._run_backward(step)
-
-    def _end_microbatch(self) -> None:
-        for unit in list(self._live):
-            self._release(unit)
-        self._unpin(set(self._pinned))
 
     # Items ----------------------------------------
 
@@ -475,11 +363,11 @@ class Player:
             self._begin_gradient(slot, first)
         for slot, several in orders.ended_at.get(number, ()):
             self._end_gradient(slot, several, first, last)
-        for bucket in self._complete_at.get(number, ()):
+        for index in self._complete_at.get(number, ()):
             if self.sums_early:
-                self._send_home(bucket)
+                self._send_home(index)
             else:
-                self._late.append(bucket)
+                self._late.append(index)
 
     def _recompute(self, region: int) -> None:
         numbers = self.orders.regions[region]
@@ -625,13 +513,13 @@ class Player:
             engine.allocate(last, size, UNDER_WAY, Moment.SUM)
             engine.release(last, 2 * size, UNDER_WAY, Moment.SUMMED)
         self._count_done(slot)
-        index = self._bucket_of[number] if number in self._moved else -1
-        if index >= 0 and not self.program.reductions[index].has_buffer and number not in self._whole:
+        index = self._share_of[number] if number in self._moved else -1
+        if index >= 0 and not self.shares[index].has_buffer and number not in self._whole:
             self._whole.add(number)
             return
-        if index >= 0 and self.program.reductions[index].has_buffer and index not in self._buffered:
+        if index >= 0 and self.shares[index].has_buffer and index not in self._buffered:
             self._buffered.add(index)
-            engine.allocate(last, self._whole_bytes(index), "gradients", Moment.COLLECT)
+            engine.allocate(last, self.shares[index].whole_bytes, "gradients", Moment.COLLECT)
         if number in self._transient:
             engine.release(last, size, UNDER_WAY, Moment.COLLECTED)
 
@@ -644,26 +532,21 @@ class Player:
                 self._release(unit)
                 self._unpin({number for bucket in self.orders.gathers[unit] for number in bucket.slots})
 
-    def _whole_bytes(self, index: int) -> int:
-        return sum(self.program.slots[number].gradient_bytes for number in self.program.reductions[index].slots)
-
-    def _send_home(self, bucket: Bucket, after: Sequence[int] = ()) -> None:
-        slots = [self.program.slots[number] for number in bucket.slots]
+    def _send_home(self, index: int, after: Sequence[int] = ()) -> None:
+        """The gradients of a share's bucket."""
+        share = self.shares[index]
+        slots = [self.program.slots[number] for number in share.slots]
         if not slots[0].reduces_each and not self._kind.is_last:
             return
         self._go_on(slots[0].shrinks)
         after = [*after, *(task for slot in slots for task in self._gradients.pop(slot.value, ()))]
         last = max(after)
-        if bucket.transmissions:
-            name = f"gradient of {self._first_tensor(bucket)}"
-            _, last = self._transmit(name, "gradient", bucket.transmissions, after)
+        if share.transmissions:
+            name = f"{BEGUN}:{share.way}" if share.comes else slots[0].tensor  # `Variants.renamed` knows who began it
+            _, last = self._transmit(f"gradient of {name}", "gradient", share.transmissions, after)
             self._home.append(last)
         if slots[0].shrinks:
-            self._begin_journey(self._bucket_of[bucket.slots[0]], last)
-
-    def _first_tensor(self, bucket: Bucket) -> str:
-        """What a bucket is called by."""
-        return self.program.slots[bucket.slots[0]].tensor
+            self._begin_journey(index, last)
 
     def _go_on(self, shrinks: bool) -> None:
         """Before another bucket is sent: journeys of several steps end, and the oldest if many are left."""
@@ -677,30 +560,22 @@ class Player:
 
         What is summed in a buffer is cut afterwards.
         """
-        bucket, engine, copied = self.program.reductions[index], self.engine, self._scatter_bytes(index)
-        new, added = self._arrivals_of_others(index)
-        for slot in (self.program.slots[number] for number in bucket.slots):
+        share, engine = self.shares[index], self.engine
+        copied, whole = share.scatter_bytes, share.whole_bytes
+        new, added = self._arrivals[index]
+        for slot in (self.program.slots[number] for number in share.slots):
             if slot.tensor in self._held:
                 added += slot.stored_bytes
             else:
                 new += slot.stored_bytes
             self._held.add(slot.tensor)
         engine.allocate(engine.last, copied, UNDER_WAY, Moment.SEND)
-        if not bucket.has_buffer:
+        if not share.has_buffer:
             engine.allocate(engine.last, new, "gradients", Moment.SEND)
             engine.allocate(engine.last, added, UNDER_WAY, Moment.SEND)
-        whole = self._whole_bytes(index)
-        self._travelling.append((task, Travelling(0, "", copied, added, new, whole, bucket.has_buffer)))
-        self._whole.difference_update(bucket.slots)
+        self._travelling.append((task, Travelling(0, "", copied, added, new, whole, share.has_buffer)))
+        self._whole.difference_update(share.slots)
         self._buffered.discard(index)
-
-    def _scatter_bytes(self, index: int) -> int:
-        """Of copies while a bucket's gradients are scattered."""
-        return sum(self.program.slots[number].scatter_bytes for number in self.program.reductions[index].slots)
-
-    def _arrivals_of_others(self, index: int) -> tuple[int, int]:
-        """Bytes of shards in a bucket that other parts have: new ones, and those added to what is there."""
-        return 0, 0
 
     def _end_travelling(self, journey: tuple[int, Travelling]) -> None:
         """Compute waits for a journey; its whole gradients are given back."""

@@ -1,6 +1,6 @@
 """What one rank does in a microbatch, as flat lists: values, operators, conversions, parameter slots.
 
-`lower_stages` reads graph and plan once, with costs from the profile; `schedule` plays the lists over microbatches.
+`Lowering` reads graph and plan, with costs from the profile, segment by segment (`parts`), which are played.
 A *value* is a tensor in one placement. A *slot* is a stored tensor in the placement that operators use it in,
 converted once a step or around each use. *Storage* is memory: views and
 free conversions share their base's.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from autopar.cost import Profile, collective_time_ns, waits_along
@@ -36,11 +36,9 @@ from autopar.errors import PlanError
 from autopar.ir.branches import (
     Coordinates,
     Home,
-    coordinates_of,
     entering,
     homes,
     host_scopes,
-    in_order,
     is_idle,
 )
 from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
@@ -48,15 +46,13 @@ from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Placement, Shape, evenly, format_placement, local_shape
 from autopar.ir.plan import NodePlan, Plan, StagePlan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
-from autopar.ir.schedule import SCHEDULES
-from autopar.ir.stages import leaving_values, stage_graph
-from autopar.ir.structure import batch_inputs
+from autopar.ir.stages import answered_values, leaving_values
 from autopar.ops.communication import inner_communication
 from autopar.ops.inner import Inner
 from autopar.ops.saved import Extra
 from autopar.ops.table import operator
 from autopar.ops.workspace import Sizes
-from autopar.runtime.packing import LONE_BYTES, pack_gradients
+from autopar.runtime.packing import LONE_BYTES
 from autopar.simulate.facts import (
     Call,
     Copies,
@@ -64,7 +60,6 @@ from autopar.simulate.facts import (
     LocalShapes,
     NodeFacts,
     call_of,
-    graph_facts,
     keeps_gradient,
     number_calls,
     tensors_on_the_way,
@@ -199,17 +194,16 @@ _SLOT_FIELDS = tuple(Slot.__slots__)
 
 @dataclass(slots=True)
 class Bucket:
-    """Slots that are converted, or whose gradients go home, by the same collectives at the same time."""
+    """Slots that are converted by the same collectives at the same time."""
 
     slots: list[int]
     transmissions: tuple[Transmission, ...]
-    has_buffer: bool = False  # gradients that are summed in one buffer, which is there from the first one on
-    convert_ns: int = 0  # of a gather: packing and joining on the rank itself
+    convert_ns: int = 0  # packing and joining on the rank itself
 
 
 @dataclass(slots=True)
 class LocalProgram:
-    """Everything that `schedule` plays."""
+    """Everything that is played of a segment."""
 
     values: list[Value] = field(default_factory=list)
     memory: list[LocalMemory] = field(default_factory=list)
@@ -217,14 +211,8 @@ class LocalProgram:
     slots: list[Slot] = field(default_factory=list)
     units: list[str] = field(default_factory=list)
     gathers: list[Bucket] = field(default_factory=list)
-    reductions: list[Bucket] = field(default_factory=list)
-    outputs: tuple[int, ...] = ()
     receives: dict[str, int] = field(default_factory=dict)  # tensors of earlier stages -> value
     sends: dict[tuple[str, Placement], int] = field(default_factory=dict)  # tensors that later stages read -> value
-    residents: list[tuple[int, str]] = field(default_factory=list)  # bytes held through the step, and of what kind
-    optimizer_ns: int = 0
-    is_stage: bool = False  # one of several: passes of other microbatches come between a microbatch's two
-    optimizer_workspace: int = 0  # the most bytes that updating a parameter takes for a while
     splits: bool = False  # the backward pass is made in two parts
     first_of: dict[int, int] = field(default_factory=dict)  # items of branches -> the branch's first: autograd sees one
     led: frozenset[int] = frozenset()  # items of the first part: a gradient that leads back comes from them
@@ -242,56 +230,29 @@ class LocalProgram:
         return found
 
 
-def lower_stages(
-    graph: Graph, plan: Plan, profiles: Sequence[Profile], rank: int = 0, prices: Prices | None = None
-) -> list[LocalProgram]:
-    """The program of each stage's first rank, priced by its own profile; or of another rank of a plan of one stage.
-    prices: what other ranks of the plan have been priced at.
-
-    Ranks whose branches differ have the same items in the same order, and the same collectives outside of branches.
-    Raises PlanError when the plan lacks a redistribution.
-    """
-    prices = {} if prices is None else prices
-    return [lower_stage(graph, plan, index, profile, rank, prices) for index, profile in enumerate(profiles)]
-
-
-def lower_stage(graph: Graph, plan: Plan, index: int, profile: Profile, rank: int, prices: Prices) -> LocalProgram:
-    """The program of one stage's rank, as `lower_stages`."""
-    part, per_node = plan.parts[index], devices_per_node(plan, index)
-    batched = {name: graph.tensors[name].shape[0] for name in batch_inputs(graph)}
-    own = prices.setdefault((part.axes, per_node, profile), PriceTable())
-    stage, leaving = stage_graph(graph, plan, index), leaving_by_name(graph, plan, index)
-    facts = graph_facts(graph, profile.device_type)
-    is_split = SCHEDULES[plan.schedule].splits_backward and len(plan.stages) > 1
-    place = coordinates_of(part, rank)
-    return Lowering(stage, part, profile, per_node, facts, own, leaving, batched, is_split, place).run()
-
-
 def devices_per_node(plan: Plan, index: int) -> int:
     """How many neighbours of a stage share a node, as far as its axes go."""
     mesh = plan.mesh.part(plan.stages[index].ranks) if len(plan.stages) > 1 else plan.mesh
     return mesh.devices_per_node
 
 
-def leaving_by_name(graph: Graph, plan: Plan, index: int) -> dict[str, tuple[Placement, ...]]:
-    """The placements that each tensor is sent in to later stages."""
-    found: dict[str, tuple[Placement, ...]] = {}
-    for name, placement in leaving_values(graph, plan, index):
-        found[name] = (*found.get(name, ()), placement)
-    return found
+def sent_values(graph: Graph, plan: Plan, index: int) -> dict[tuple[str, Placement], bool]:
+    """What a stage sends to later ones, in which placements, and whether the gradient comes back."""
+    if len(plan.stages) == 1:
+        return {}
+    answered = {*answered_values(graph, plan, index)}
+    return {value: value in answered for value in leaving_values(graph, plan, index)}
 
 
 class OperatorPrice(NamedTuple):
     """What an operator costs with some placements."""
 
-    placements: NodePlan
     forward_ns: int
     backward_ns: int
     issue_ns: tuple[int, int]
     inner: tuple[Transmission, ...]
     inner_backward: tuple[Transmission, ...]
     workspace: tuple[int, int]
-    leads_back: tuple[bool, ...]  # of its operands
     split: Split | None
 
 
@@ -356,25 +317,35 @@ class _BranchBorder:
         self.leaves = [*leaves]
 
 
-Prices = dict[tuple[LogicalMesh, int, Profile], PriceTable]
+class OtherLane(NamedTuple):
+    """Ranks that take part in the same collectives, but have other devices or other shares of a batch. joined: the
+    axes along which they do."""
+
+    axes: LogicalMesh
+    per_node: int
+    profile: Profile
+    joined: frozenset[int]
 
 
 class Lowering:
+    """Turns nodes with their placements into items, values and slots."""
+
     def __init__(
         self, graph: Graph, plan: StagePlan, profile: Profile, per_node: int, facts: GraphFacts, prices: PriceTable,
-        leaving: Mapping[str, tuple[Placement, ...]], batched: Mapping[str, int], is_split: bool,
-        coordinates: Coordinates,
+        batched: Mapping[str, int], is_split: bool = False, coordinates: Coordinates | None = None,
+        others: Sequence[OtherLane] = (),
     ) -> None:  # fmt: skip
-        self.homes, self.entering, self.coordinates = homes(plan), entering(graph, plan), coordinates
+        """coordinates: of the rank, where ranks run branches. others: lanes that what is sent lasts as long on."""
+        self.homes, self.entering, self.coordinates = homes(plan), entering(graph, plan), coordinates or {}
         self.branches: dict[Home, _BranchBorder] = {}
         self.graph, self.plan, self.profile, self.per_node = graph, plan, profile, per_node
-        self.facts, self.prices, self.leaving, self.batched = facts, prices, leaving, batched
+        self.facts, self.prices, self.batched, self.others = facts, prices, batched, others
         self.twins = facts.twins(plan.blocks)
         self.shapes = LocalShapes(graph, plan)
-        self.program = LocalProgram(is_stage=graph.ends is not None)
+        self.program = LocalProgram()
         self.copies = Copies(graph, plan, profile.device_type, self.shapes)
         self.steps = {(r.tensor, r.target): r.steps for r in plan.redistributes}
-        self.transmissions: dict[tuple[str, int, int], Transmission] = {}
+        self.transmissions: dict[Hashable, Transmission] = {}
         self.step_bytes: dict[object, tuple[tuple[int, int], ...]] = {}
         self.known: dict[tuple[str, Placement], int] = {}
         self.placements: dict[str, Placement] = {}
@@ -385,51 +356,12 @@ class Lowering:
         self.trains = plan.mode == "train" and (
             graph.loss is not None or graph.ends is not None
         )  # a stage may lead to it
-        self.program.splits = self.trains and is_split
+        self.splits = self.trains and is_split
         self.constants: dict[int, int] = {}  # storage -> bytes of what is computed once and kept
         self.batch = next(iter(batched.values()), 0)  # of the whole graph: a stage may read no input of the model
         self.calls: list[tuple[int, Call | None]] = []  # items that run each microbatch, where they are recomputed
 
-    def run(self) -> LocalProgram:
-        program = self.program
-        self._unit("")
-        for name in self.graph.inputs:
-            if name in self.graph.received:
-                self._receive(name)
-            else:
-                self._source(name, self.plan.inputs[name])
-        for item in self.graph.stored:
-            self._source(item.tensor, self.plan.storage[item.tensor].placement)
-        for node in in_order(self.graph, self.plan):
-            self._enter(node)
-            home = self.homes.get(node.name)
-            if home is None:
-                self._operator(node)
-            else:
-                self._branched(node, home)
-        for name, placements in self.leaving.items():
-            for placement in placements:
-                self._send(name, placement)
-        made = [name for name in self.graph.outputs if name in self.placements]
-        program.outputs = tuple(self.known[name, self.placements[name]] for name in made)
-        if self.trains:
-            loss = self.graph.loss
-            sent = [program.sends[value] for value in self.graph.answered]
-            mark_gradients(program, sent if loss is None else [self.known[loss, self.placements[loss]], *sent])
-            self._mark_regions()
-        if program.splits:
-            _mark_parts(program)
-        self._residents()
-        program.gathers = self._buckets(forward=True)
-        program.reductions = self._buckets(forward=False)
-        return program
-
     # Values ----------------------------------------
-
-    def _source(self, tensor: str, placement: Placement) -> None:
-        """An input or stored tensor: memory that no item allocates."""
-        self.placements[tensor] = placement
-        self._value(tensor, placement, self.shapes.local(tensor, placement), self._memory(0, -1))
 
     def _memory(self, num_bytes: int, owner: int) -> int:
         self.program.memory.append(LocalMemory(num_bytes, owner))
@@ -509,40 +441,56 @@ class Lowering:
             )
         return known
 
-    def _step_bytes(self, tensor: str, steps: tuple[Step, ...]) -> tuple[tuple[int, int], ...]:
+    def _step_bytes(
+        self, tensor: str, steps: tuple[Step, ...], axes: LogicalMesh | None = None
+    ) -> tuple[tuple[int, int], ...]:  # fmt: skip
+        """axes: of another lane."""
         shape, itemsize = self.shapes.shapes[tensor], self.graph.itemsizes(tensor)
-        key = (shape, itemsize, self.placements[tensor], steps, tensor in self.plan.storage)
+        key = (shape, itemsize, self.placements[tensor], steps, tensor in self.plan.storage, axes)
         if key not in self.step_bytes:
             placement, sizes = self.placements[tensor], []
-            axes = evenly(self.plan.axes) if tensor in self.plan.storage else self.plan.axes
+            axes = self.plan.axes if axes is None else axes
+            axes = evenly(axes) if tensor in self.plan.storage else axes
             for step in steps:
                 sizes.append(transfer_bytes(shape, itemsize, placement, axes, step))
                 placement = apply(step, placement)
             self.step_bytes[key] = tuple(sizes)
         return self.step_bytes[key]
 
-    def _transmission(self, collective: str, axis: int, num_bytes: int) -> Transmission:
-        key = (collective, axis, num_bytes)
+    def _transmission(
+        self, collective: str, axis: int, num_bytes: int, elsewhere: tuple[int, ...] = ()
+    ) -> Transmission:
+        """elsewhere: bytes on other lanes, where they are others; it lasts as long as on the slowest."""
+        key = (collective, axis, num_bytes, elsewhere)
         if key not in self.transmissions:
             per_node = self.per_node
             mesh_axis = self.plan.axes[axis]
             inside = ranks_within_node(mesh_axis, per_node) == mesh_axis.size
             duration = collective_time_ns(collective, num_bytes, mesh_axis, per_node, self.profile)
+            for lane, size in zip(self.others, elsewhere or (num_bytes,) * len(self.others), strict=True):
+                if axis in lane.joined:
+                    on_lane = collective_time_ns(collective, size, lane.axes[axis], lane.per_node, lane.profile)
+                    duration = max(duration, on_lane)
             level = INSIDE if inside else ACROSS
             waits = waits_along(mesh_axis, per_node, self.profile)
             self.transmissions[key] = Transmission(collective, level, axis, num_bytes, duration, waits)
         return self.transmissions[key]
 
     def _transmissions(
-        self, steps: Sequence[Step], sizes: Sequence[tuple[int, int]], direction: int
-    ) -> tuple[Transmission, ...]:
-        """The collectives of a route, in the order of the direction."""
-        pairs = list(zip(steps, sizes, strict=True))
+        self, steps: Sequence[Step], sizes: Sequence[tuple[int, int]], direction: int,
+        elsewhere: Sequence[Sequence[tuple[int, int]]] = (),
+    ) -> tuple[Transmission, ...]:  # fmt: skip
+        """The collectives of a route, in the order of the direction. elsewhere: sizes on other lanes, where they are
+        others."""
+        rows = list(zip(steps, sizes, *elsewhere, strict=True))
         return tuple(
-            self._transmission(step.transfers[direction].collective or "", step.axis, size[direction])
-            for step, size in (pairs if direction == 0 else reversed(pairs))
+            self._transmission(
+                step.transfers[direction].collective or "", step.axis, size[direction],
+                tuple([other[direction] for other in more]),
+            )
+            for step, size, *more in (rows if direction == 0 else reversed(rows))
             if step.transfers[direction].collective and self.plan.axes[step.axis].size > 1
-        )
+        )  # fmt: skip
 
     # Items ----------------------------------------
 
@@ -568,8 +516,8 @@ class Lowering:
         steps = self._route(tensor, target)
         sizes = self._step_bytes(tensor, steps)
         is_free = not any("S" in (s.before.kind, s.after.kind) or s.after.kind == "P" for s in steps)
-        forward = self._transmissions(steps, sizes, 0)
-        backward = self._transmissions(steps, sizes, 1)
+        elsewhere = [self._step_bytes(tensor, steps, lane.axes) for lane in self.others]
+        forward, backward = (self._transmissions(steps, sizes, direction, elsewhere) for direction in (0, 1))
         shares = is_free and not forward
         number = len(program.items)
         if self.recomputed and tensor not in self.facts.constants:
@@ -603,6 +551,15 @@ class Lowering:
             return 0
         copied = sum(copied_bytes(step, size[direction], direction) for step, size in zip(steps, sizes, strict=True))
         return self.profile.runtime.function_ns[direction] + copy_time_ns(copied, self.profile)
+
+    def _node(self, node: Node) -> None:
+        """An operator, in a branch or in none."""
+        home = self.homes.get(node.name)
+        if home is None:
+            self._operator(node)
+        else:
+            self._enter(node)
+            self._branched(node, home)
 
     def _operator(self, node: Node) -> None:
         program, placements = self.program, self.plan.nodes[node.name]
@@ -647,11 +604,12 @@ class Lowering:
         )
 
     def _operator_price(self, node: Node, placements: NodePlan, inputs: list[int], outputs: list[int]) -> OperatorPrice:
-        """That of a twin in an equal block with equal placements, if one is known."""
-        key = self.twins.get(node.name, node.name)
-        known, values = self.prices.operators.get(key), self.program.values
-        back = tuple([values[value].leads_back for value in inputs]) if self.program.splits else ()
-        if known is None or known.leads_back != back or known.placements != placements:
+        """That of a twin in an equal block with equal placements, whichever plan had it."""
+        values = self.program.values
+        back = tuple([values[value].leads_back for value in inputs]) if self.splits else ()
+        key = self.twins.get(node.name, node.name), placements, back
+        known = self.prices.operators.get(key)
+        if known is None:
             operands = tuple([values[value].shape for value in inputs])
             results = tuple([self._made_shape(values[value]) for value in outputs])
             times = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
@@ -669,7 +627,7 @@ class Lowering:
                 times = split_norm_time_ns(passes, size, self.profile)
                 split = split and split._replace(backward_ns=split_norm_backward_ns(passes, size, self.profile))
             workspace = self._workspace(node, inputs, outputs, bool(own))
-            known = OperatorPrice(placements, *times, issue_ns, inner, inner_backward, workspace, back, split)
+            known = OperatorPrice(*times, issue_ns, inner, inner_backward, workspace, split)
             self.prices.operators[key] = known
         return known
 
@@ -705,16 +663,19 @@ class Lowering:
 
     def _inner(self, node: Node) -> tuple[tuple[Transmission, ...], tuple[Transmission, ...]]:
         """What the operator sends inside its forward and its backward pass."""
-        forward, backward = inner_collectives(self.graph, node, self.plan)
+        lanes = [self.plan, *(replace(self.plan, axes=lane.axes) for lane in self.others)]
+        forward, backward = zip(*(inner_collectives(self.graph, node, lane) for lane in lanes), strict=True)
         return self._inner_transmissions(forward), self._inner_transmissions(backward)
 
-    def _inner_transmissions(self, sent: Sequence[Inner]) -> tuple[Transmission, ...]:
-        real = [inner for inner in sent if self.plan.axes[inner.axis].size > 1]
-        return tuple(self._inner_transmission(inner) for inner in real)
+    def _inner_transmissions(self, sent: Sequence[Sequence[Inner]]) -> tuple[Transmission, ...]:
+        """sent: on each lane, the own one first."""
+        rows = zip(*sent, strict=True)
+        return tuple([self._inner_transmission(*row) for row in rows if self.plan.axes[row[0].axis].size > 1])
 
-    def _inner_transmission(self, inner: Inner) -> Transmission:
+    def _inner_transmission(self, inner: Inner, *elsewhere: Inner) -> Transmission:
         """What is sent early holds up nothing: its way is over when its operator begins."""
-        sent = self._transmission(inner.collective, inner.axis, inner.priced_bytes)
+        sizes = tuple([other.priced_bytes for other in elsewhere])
+        sent = self._transmission(inner.collective, inner.axis, inner.priced_bytes, sizes)
         return sent._replace(duration_ns=0, waits=None, is_early=True) if inner.is_early else sent
 
     def _workspace(self, node: Node, inputs: list[int], outputs: list[int], communicates: bool) -> tuple[int, int]:
@@ -849,23 +810,15 @@ class Lowering:
 
     # What stays ----------------------------------------
 
-    def _residents(self) -> None:
-        """Parameters and buffers, optimizer state, this rank's inputs of all microbatches; and the optimizer's time."""
-        held = self.program.residents
-        held += self.other_residents()
-        moved = tensors = before = 0
+    def residents(self) -> list[tuple[int, str]]:
+        """Parameters and buffers, optimizer state, this rank's inputs of all microbatches."""
+        held = self.other_residents()
         for item in self.graph.stored:
             price = self._stored_price(item.tensor)
             held.append((price.stored_bytes, "parameters"))
             if item.requires_grad and self.trains:
                 held.append((price.state_bytes + (STEP_COUNT_BYTES if price.state_bytes else 0), "optimizer"))
-                moved += price.moved_bytes
-                taken, kept = price.workspace
-                self.program.optimizer_workspace = max(self.program.optimizer_workspace, before + taken)
-                before = kept
-                tensors += 1
-        if moved:
-            self.program.optimizer_ns = self.optimizer_ns(moved, tensors)
+        return held
 
     def other_residents(self) -> list[tuple[int, str]]:
         """What is not stored from step to step."""
@@ -916,24 +869,11 @@ class Lowering:
 
     # Buckets ----------------------------------------
 
-    def _buckets(self, forward: bool) -> list[Bucket]:
-        """Slots with equal steps travel together, as in the runtime: a unit's gathers, or gradients on their way home.
-
-        The order is that of units forward, and of gradients backward.
-        """
-        slots = self.program.slots
-        moved = [n for n, slot in enumerate(slots) if slot.steps and (forward or slot.requires_grad)]
-        groups = (
-            self._gathers(moved)
-            if forward
-            else pack_gradients(
-                reversed(moved),
-                lambda n: self._way(n, slots[n].storage.regather),
-                lambda n: slots[n].gradient_bytes,
-                lambda n: is_summed_first(slots[n]),
-            )
-        )
-        return [self._bucket(group, forward) for group in groups]
+    def gathers_of(self, program: LocalProgram) -> list[Bucket]:
+        """The buckets that a program's slots are gathered in."""
+        self.program = program
+        moved = [n for n, slot in enumerate(program.slots) if slot.steps]
+        return [self._bucket(group) for group in self._gathers(moved)]
 
     def _gathers(self, moved: list[int]) -> list[list[int]]:
         """Large slots are gathered alone, the others of a unit together."""
@@ -941,21 +881,16 @@ class Lowering:
         small: dict[Hashable, list[int]] = {}
         for n in moved:
             if self.program.slots[n].used_bytes < LONE_BYTES:
-                small.setdefault(self._way(n, True), []).append(n)
+                small.setdefault(way_of_slot(self.program.slots[n], True), []).append(n)
         return [*lone, *small.values()]
 
-    def _way(self, number: int, by_unit: bool) -> Hashable:
-        slot = self.program.slots[number]
-        return slot.steps, slot.reduces_each, slot.storage.regather, slot.unit if by_unit else None
-
-    def _bucket(self, slots: list[int], forward: bool) -> Bucket:
+    def _bucket(self, slots: list[int]) -> Bucket:
         first = self.program.slots[slots[0]]
         rows = [self.program.slots[number].sizes for number in slots]
         columns = zip(*rows, strict=True) if len(rows) > 1 else ()
         sizes = [(sum(a for a, _ in column), sum(b for _, b in column)) for column in columns] or rows[0]
-        sent = self._transmissions(first.steps, sizes, 0 if forward else 1)
-        has_buffer = not forward and is_summed_first(first)
-        return Bucket(slots, sent, has_buffer, self._convert_ns(slots) if forward and sent else 0)
+        sent = self._transmissions(first.steps, sizes, 0)
+        return Bucket(slots, sent, self._convert_ns(slots) if sent else 0)
 
     def _convert_ns(self, slots: list[int]) -> int:
         """Small and inner-dim shards are packed, joined and copied into place; others land there."""
@@ -976,6 +911,11 @@ def copied_bytes(step: Step, num_bytes: int, direction: int) -> int:
     if kind == "all_reduce":
         return num_bytes
     return num_bytes * sum(dim > 0 for dim in dims) if kind else 0
+
+
+def way_of_slot(slot: Slot, by_unit: bool) -> Hashable:
+    """Slots of one way may travel together. by_unit: no others than those of its unit."""
+    return slot.steps, slot.reduces_each, slot.storage.regather, slot.unit if by_unit else None
 
 
 def is_summed_first(slot: Slot) -> bool:
@@ -1002,8 +942,10 @@ def mark_gradients(program: LocalProgram, ends: list[int]) -> None:
             called.add(program.first_of[number])
 
 
-def _mark_parts(program: LocalProgram) -> None:
-    """Which items run in which part of the backward pass, by the gradients that come from them."""
+def mark_parts(program: LocalProgram) -> None:
+    """Which items run in which part of a backward pass in two, by the gradients that come from them."""
+    if not program.splits:
+        return
     led: set[int] = set()
     own: set[int] = set()
     for number, item in enumerate(program.items):

@@ -26,7 +26,8 @@ from autopar.ir.schedule import DIRECTIONS, Turn, turns
 from autopar.runtime.arrivals import may_come_early
 from autopar.simulate.cores import Beside, clock_of, in_time, sharing_of
 from autopar.simulate.engine import NOTHING_SENT, Carried, Change, Moment, Sent
-from autopar.simulate.player import LEAVE_GRADIENTS, Bound, Pass, PassKind, Played, StagePlayer, Standing
+from autopar.simulate.parted import PartedStage
+from autopar.simulate.player import LEAVE_GRADIENTS, Bound, Pass, PassKind, Played, Standing
 from autopar.simulate.timeline import BETWEEN, Lane, Timeline, TimelinePiece
 from autopar.simulate.transfers import Tie, Transfer, find_ties, find_transfers, way_of
 
@@ -36,7 +37,7 @@ ON_ITS_WAY = "between stages"
 
 
 def play_stages(
-    graph: Graph, plan: Plan, players: Sequence[StagePlayer], profiles: Sequence[Profile], until_ns: float = math.inf
+    graph: Graph, plan: Plan, players: Sequence[PartedStage], profiles: Sequence[Profile], until_ns: float = math.inf
 ) -> PlayedStep:
     """One step of a plan whose stages are lowered: a player for each of them, which may have played before. Raises
     Beyond as soon as it must take longer than `until_ns`."""
@@ -189,7 +190,7 @@ class Submesh:
 class StageProgress:
     """How far a stage is: what it has under way, in how many passes it has made gradients."""
 
-    player: StagePlayer
+    player: PartedStage
     standing: Standing = field(default_factory=Standing)
     since_ns: int = 0  # when it was so
     num_made: int = 0
@@ -218,7 +219,7 @@ class PlayedStep:
     """One step, pass by pass on all submeshes."""
 
     def __init__(
-        self, graph: Graph, plan: Plan, players: Sequence[StagePlayer], profiles: Sequence[Profile], until_ns: float
+        self, graph: Graph, plan: Plan, players: Sequence[PartedStage], profiles: Sequence[Profile], until_ns: float
     ) -> None:
         self.plan, self.sharing = plan, sharing_of(profiles) if len(plan.stages) > 1 else None
         self.until_ns = math.inf if self.sharing else until_ns  # else time passes faster where ranks wait

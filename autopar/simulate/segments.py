@@ -45,19 +45,23 @@ class Segment:
     kind: int = -1
 
 
-def known_segments(graph: Graph, facts: GraphFacts, recomputed: frozenset[str]) -> tuple[Segment, ...]:
+def known_segments(
+    graph: Graph, facts: GraphFacts, recomputed: frozenset[str], is_cut: bool = True
+) -> tuple[Segment, ...]:  # fmt: skip
     """As `segments_of`, found once for a graph."""
-    key = "segments", f"{sorted(recomputed)} {ROOT_NODES}"
+    key = "segments", f"{sorted(recomputed)} {ROOT_NODES if is_cut else 0}"
     if key not in graph.found:
-        graph.found[key] = segments_of(graph, facts, recomputed)
+        graph.found[key] = segments_of(graph, facts, recomputed, is_cut)
     found: tuple[Segment, ...] = graph.found[key]
     return found
 
 
-def segments_of(graph: Graph, facts: GraphFacts, recomputed: frozenset[str]) -> tuple[Segment, ...]:
-    """The segments of a stage's graph without branches. What the stage receives comes about in the first one, what it
-    sends is read in the last one."""
-    runs = _runs(graph, facts, recomputed)
+def segments_of(
+    graph: Graph, facts: GraphFacts, recomputed: frozenset[str], is_cut: bool = True
+) -> tuple[Segment, ...]:  # fmt: skip
+    """The segments of a stage's graph, or all of it as one. What the stage receives comes about in the first one, what
+    it sends is read in the last one."""
+    runs = _runs(graph, facts, recomputed) if is_cut and graph.nodes else [graph.nodes]
     homes = {node.name: number for number, run in enumerate(runs) for node in run}
     readers = {
         name: [homes[node.name] for node, _ in uses] for name, uses in graph.consumers.items() if uses
@@ -82,8 +86,10 @@ def segments_of(graph: Graph, facts: GraphFacts, recomputed: frozenset[str]) -> 
         after = tuple(sorted(crossing, key=lambda name: -last[name]))
         leaves = tuple(places[name] for name in after)
         ends = number == 0, number == len(runs) - 1
-        form = _form(graph, facts, recomputed, run, enters, leaves, (*made, *begun), stored, ends)
-        kind = kinds.setdefault(form, len(kinds))
+        kind = 0
+        if len(runs) > 1:
+            form = _form(graph, facts, recomputed, run, enters, leaves, (*made, *begun), stored, ends)
+            kind = kinds.setdefault(form, len(kinds))
         keeps = tuple(dict.fromkeys(n for node in run for n in node.operands if n in graph.stored_by_tensor))
         found.append(Segment(number, run, enters, leaves, (*made, *begun), stored, keeps, kind))
         enters = after

@@ -24,7 +24,7 @@ from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, FORWARD
 from autopar.ir.stages import gradients_back, leaving_placement, maker_of, tied_tensors
 from autopar.runtime.arrivals import Turn
 from autopar.runtime.crossing import Side, crossing
-from autopar.simulate.player import StagePlayer
+from autopar.simulate.parted import PartedStage
 
 
 class Transfer(NamedTuple):
@@ -110,7 +110,7 @@ def way_of(turn: Turn) -> tuple[int, str]:
     return turn.stage, BACKWARD if turn.direction == BACKWARD_INPUT else turn.direction
 
 
-def find_transfers(graph: Graph, plan: Plan, stages: Sequence[StagePlayer], profiles: Sequence[Profile]) -> Transfers:
+def find_transfers(graph: Graph, plan: Plan, stages: Sequence[PartedStage], profiles: Sequence[Profile]) -> Transfers:
     """Everything that travels between stages in a microbatch. profiles: of each stage's devices."""
     found = Transfers({}, {}, {}, {}, [profile.runtime if len(plan.stages) > 1 else None for profile in profiles])
     if len(plan.stages) == 1:

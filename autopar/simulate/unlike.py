@@ -26,12 +26,11 @@ from autopar.ir.plan import Plan
 from autopar.ir.schedule import turns
 from autopar.ir.shares import alike_ranks, seen_from
 from autopar.simulate.engine import Carried
-from autopar.simulate.player import Meet, Pass, PassKind, Player, Standing
-from autopar.simulate.program import Bucket, Item, LocalProgram, Transmission, lower_stages
+from autopar.simulate.parted import PartedStage, stage_in_one
+from autopar.simulate.player import Meet, Pass, PassKind, Standing
+from autopar.simulate.program import OtherLane, devices_per_node
 from autopar.simulate.schedule import StageProgress, Submesh, lane_of, pass_kind
 from autopar.simulate.timeline import Timeline
-
-SENT = ("forward", "backward", "inner", "inner_backward")
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,7 @@ class UnlikeLane:
     """Ranks that do the same, on devices of one kind."""
 
     ranks: range
-    program: LocalProgram
-    profile: Profile
+    player: PartedStage
 
 
 Keys = Mapping[int, Sequence[tuple[int, ...]]]
@@ -55,19 +53,18 @@ Result = TypeVar("Result")
 
 def play_unlike(graph: Graph, plan: Plan, profiles: Mapping[str, Profile], sums_early: bool) -> Timeline:
     """One step of a plan of one stage on ranks that are unlike. profiles: by the mesh's names for its devices."""
-    lanes, keys = (lanes_of_branches if plan.stage.forks else lanes_of_shares)(graph, plan, profiles)
-    step = _UnlikeStep(graph, plan, lanes, keys, sums_early)
+    lanes, keys = (lanes_of_branches if plan.stage.forks else lanes_of_shares)(graph, plan, profiles, sums_early)
+    step = _UnlikeStep(graph, plan, lanes, keys)
     step.run()
     return step.timeline()
 
 
 class _UnlikeStep:
-    def __init__(self, graph: Graph, plan: Plan, lanes: Sequence[UnlikeLane], keys: Keys, sums_early: bool) -> None:
+    def __init__(self, graph: Graph, plan: Plan, lanes: Sequence[UnlikeLane], keys: Keys) -> None:
         self.plan, self.trains = plan, plan.mode == "train" and graph.loss is not None
         self._keys = keys
         self.submeshes = [Submesh(lane.ranks, [number]) for number, lane in enumerate(lanes)]
-        self.players = [Player(lane.program, lane.profile, self.trains, sums_early) for lane in lanes]
-        self.stages = [StageProgress(player) for player in self.players]
+        self.stages = [StageProgress(lane.player) for lane in lanes]
         self._known: dict[Any, list[Pass]] = {}
 
     def run(self) -> None:
@@ -83,14 +80,12 @@ class _UnlikeStep:
     def _play(self, kinds: Sequence[PassKind], label: str) -> None:
         begins = [submesh.free_ns for submesh in self.submeshes]
         states = [
-            player.state(kind, submesh.carried(begin), stage.at(begin))
-            for player, stage, submesh, kind, begin in zip(
-                self.players, self.stages, self.submeshes, kinds, begins, strict=True
-            )
+            stage.player.state(kind, submesh.carried(begin), stage.at(begin))
+            for stage, submesh, kind, begin in zip(self.stages, self.submeshes, kinds, begins, strict=True)
         ]
         key = tuple(states), tuple(begin - begins[0] for begin in begins)
         if key not in self._known:
-            plays = [partial(_played, player, state) for player, state in zip(self.players, states, strict=True)]
+            plays = [partial(_played, stage.player, state) for stage, state in zip(self.stages, states, strict=True)]
             self._known[key] = played_together(self._keys, begins, plays)
         for submesh, stage, begin, done in zip(self.submeshes, self.stages, begins, self._known[key], strict=True):
             submesh.take(done, begin, label)
@@ -107,8 +102,8 @@ class _UnlikeStep:
         return Timeline(lanes, makespan, last.breakdown, last.exposed, most.comm_bytes)
 
 
-def _played(player: Player, state: tuple[PassKind, Carried, Standing], meet: Meet) -> Pass:
-    return player.played(*state, meet)
+def _played(player: PartedStage, state: tuple[PassKind, Carried, Standing], meet: Meet) -> Pass:
+    return player.played(*state, meet=meet)
 
 
 # Meeting ----------------------------------------
@@ -170,14 +165,17 @@ def _unlike(axis: int) -> PlanError:
 # Lanes ----------------------------------------
 
 
-def lanes_of_branches(graph: Graph, plan: Plan, profiles: Mapping[str, Profile]) -> tuple[list[UnlikeLane], Keys]:
+def lanes_of_branches(
+    graph: Graph, plan: Plan, profiles: Mapping[str, Profile], sums_early: bool
+) -> tuple[list[UnlikeLane], Keys]:  # fmt: skip
     """A lane for the first of each set of ranks that run the same operators; it stands for those like it."""
     ranks, (profile,) = unlike_ranks(plan.stage), profiles.values()
     shared = profile.shared_by(plan.mesh.devices_per_node)
     places = [coordinates_of(plan.stage, rank) for rank in ranks]
     lanes = [
-        UnlikeLane(range(rank, rank + 1), lower_stages(graph, plan, [shared], rank)[0], shared) for rank in ranks
-    ]  # fmt: skip
+        UnlikeLane(range(rank, rank + 1), stage_in_one(graph, plan, shared, sums_early, place))
+        for rank, place in zip(ranks, places, strict=True)
+    ]
     keys = {
         axis_position(plan.stage.axes, name): [
             tuple(n for other, n in place.items() if other != name) for place in places
@@ -187,18 +185,22 @@ def lanes_of_branches(graph: Graph, plan: Plan, profiles: Mapping[str, Profile])
     return lanes, keys
 
 
-def lanes_of_shares(graph: Graph, plan: Plan, profiles: Mapping[str, Profile]) -> tuple[list[UnlikeLane], Keys]:
+def lanes_of_shares(
+    graph: Graph, plan: Plan, profiles: Mapping[str, Profile], sums_early: bool
+) -> tuple[list[UnlikeLane], Keys]:  # fmt: skip
     """A lane for neighbouring ranks of one kind with equal shares; what they send each other lasts as long on all."""
     every = alike_ranks(plan.mesh, plan.stage.axes)
-    joined = _joining_axes(plan, every)
-    lanes = []
+    joined, seen, sending = _joining_axes(plan, every), list[Plan](), list[OtherLane]()
     for ranks in every:
         group = plan.mesh.group_of(ranks)
         profile = profiles[group.profile].shared_by(group.devices_per_node)
         part = Mesh(group.profile, plan.mesh.nodes, group.devices_per_node)
-        seen = replace(plan, mesh=part).placed(axes=seen_from(plan.stage.axes, ranks.start))
-        lanes.append(UnlikeLane(ranks, lower_stages(graph, seen, [profile])[0], profile))
-    _agree([lane.program for lane in lanes], joined)
+        seen.append(replace(plan, mesh=part).placed(axes=seen_from(plan.stage.axes, ranks.start)))
+        sending.append(OtherLane(seen[-1].stage.axes, devices_per_node(seen[-1], 0), profile, joined))
+    lanes = [
+        UnlikeLane(ranks, stage_in_one(graph, own, lane.profile, sums_early, None, [*sending[:n], *sending[n + 1 :]]))
+        for n, (ranks, own, lane) in enumerate(zip(every, seen, sending, strict=True))
+    ]
     return lanes, {axis: [()] * len(lanes) for axis in joined}
 
 
@@ -212,25 +214,3 @@ def _joining_axes(plan: Plan, lanes: Sequence[range]) -> frozenset[int]:
             if lane_of_rank[first] != lane:
                 found.add(position)
     return frozenset(found)
-
-
-def _agree(programs: Sequence[LocalProgram], joined: frozenset[int]) -> None:
-    """Makes what lanes send each other last as long on all of them: as long as on the slowest."""
-    for items in zip(*(program.items for program in programs), strict=True):
-        for field in SENT:
-            _agree_on(items, field, joined)
-    for name in ("gathers", "reductions"):
-        for buckets in zip(*(getattr(program, name) for program in programs), strict=True):
-            _agree_on(buckets, "transmissions", joined)
-
-
-def _agree_on(owners: Sequence[Item] | Sequence[Bucket], field: str, joined: frozenset[int]) -> None:
-    columns = zip(*(getattr(owner, field) for owner in owners), strict=True)
-    longest = [max(sent.duration_ns for sent in column) for column in columns]
-    for owner in owners:
-        own: Sequence[Transmission] = getattr(owner, field)
-        agreed = (
-            sent._replace(duration_ns=duration) if sent.axis in joined else sent
-            for sent, duration in zip(own, longest, strict=True)
-        )
-        setattr(owner, field, tuple(agreed))

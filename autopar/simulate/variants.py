@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
+from autopar.ir.branches import Coordinates
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Placement
 from autopar.ir.plan import StagePlan
@@ -15,8 +16,8 @@ from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
 from autopar.simulate.engine import LAST, Carried, Engine, Moment
 from autopar.simulate.facts import graph_facts
+from autopar.simulate.orders import Orders
 from autopar.simulate.part_player import (
-    BEGUN,
     FOLLOWING,
     PRECEDING,
     Ahead,
@@ -38,8 +39,8 @@ from autopar.simulate.parts import (
     kept_after,
     ways_of,
 )
-from autopar.simulate.player import Pass, PassKind, Played, Player, Standing, finished
-from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, Transmission
+from autopar.simulate.player import BEGUN, Meet, Pass, Played, Player, finished
+from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, OtherLane, PriceTable, Transmission
 from autopar.simulate.segments import Differences, Key, Segment, known_segments
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways
 
@@ -50,7 +51,7 @@ SentValues = Mapping[tuple[str, Placement], bool]
 """What a stage sends to later ones, in which placements, and whether the gradient comes back."""
 
 
-class Gathered(NamedTuple):
+class FirstGathers(NamedTuple):
     """What begins the step: parameters that are gathered once. ready: by part, of slots' values, when they are there;
     arriving: by part, of its units, when what is packed is there, and its bytes."""
 
@@ -81,13 +82,21 @@ class Joined(NamedTuple):
 class Variants:
     """Lowers plans by what is new in them."""
 
-    def __init__(self, whole: Graph, graph: Graph, plan: StagePlan, profile: Profile, per_node: int) -> None:
-        """graph, plan: of the stage; whole: of all stages."""
+    def __init__(
+        self, whole: Graph, graph: Graph, plan: StagePlan, profile: Profile, per_node: int, is_cut: bool = True,
+        is_split: bool = False, sums_early: bool = True, prices: PriceTable | None = None,
+        coordinates: Coordinates | None = None, others: Sequence[OtherLane] = (),
+    ) -> None:  # fmt: skip
+        """graph, plan: of the stage; whole: of all stages; is_cut: into segments; is_split: the backward pass comes in
+        two parts; sums_early: as in `PartPlayer`; prices: of stages on equal axes; the rest as in `Lowering`."""
         self.graph, self.profile, self.is_stage = graph, profile, graph.ends is not None
+        self._sums_early = sums_early
         facts = graph_facts(whole, profile.device_type)
-        self.segments = known_segments(graph, facts, frozenset(plan.recompute))
+        self.segments = known_segments(graph, facts, frozenset(plan.recompute), is_cut)
         batched = {name: whole.tensors[name].shape[0] for name in batch_inputs(whole)}
-        self.lowering = PartLowering(graph, plan, profile, per_node, facts, batched)
+        self.lowering = PartLowering(
+            graph, plan, profile, per_node, facts, batched, prices, is_split, coordinates, others
+        )  # fmt: skip
         self.trains = self.lowering.trains
         self.differences = Differences(graph, self.segments, plan)
         self._all = [[*enumerate(segment.keeps)] for segment in self.segments]
@@ -102,7 +111,7 @@ class Variants:
         self._lowered: dict[tuple[int, int, int], tuple[Lowered, int]] = {}
         self._ways = Ways()
         self._joined: dict[tuple[PartPlayer, ...], Joined] = {}
-        self._gathered: dict[Hashable, Gathered] = {}
+        self._gathered: dict[Hashable, FirstGathers] = {}
         self._moved = [0] * len(graph.stored)
         self._workspace: list[tuple[int, int] | None] = [None] * len(graph.stored)
         self._held = [0] * len(graph.stored)
@@ -228,7 +237,7 @@ class Variants:
             if any(one.lacks and part.program.slots[one.slots[0]].shrinks for one in own):
                 raise Unsupported("shards of a tensor without gradient travel with others'")
             known = part.players[own, around] = PartPlayer(
-                part, self.profile, self.trains, own, *around
+                part, self.profile, len(self.segments) == 1, self._sums_early, own, *around
             )  # fmt: skip
         return known
 
@@ -378,17 +387,17 @@ class Variants:
 
     # The step's begin and end ----------------------------------------
 
-    def gathered(self, parts: Sequence[Part], carried: Carried) -> Gathered:
+    def gathered(self, parts: Sequence[Part], carried: Carried, meet: Meet | None = None) -> FirstGathers:
         """Plays the begin of the step, from what other stages of the device have under way."""
         if not any(part.first_sent for part in parts):
             sizes = sum(part.first_bytes for part in parts)
             engine = Engine(self.profile.facts.overlap_slowdown, carried)
             engine.allocate(LAST, sizes, "gathered", Moment.SEND)
-            return Gathered({}, {}, finished(engine, {}, {}))
+            return FirstGathers({}, {}, finished(engine, {}, {}))
         key = carried, tuple([self._first_form(part) for part in parts])
-        known = self._gathered.get(key)
+        known = self._gathered.get(key) if meet is None else None
         if known is None:
-            known = self._gathered[key] = self._played_gathers(parts, carried)
+            known = self._gathered[key] = self._played_gathers(parts, carried, meet)
         ready = {
             number: {parts[number].program.slots[n].value: end for n, end in ends.items()}
             for number, ends in known.ready.items()
@@ -408,8 +417,8 @@ class Variants:
             part.first_form = self._number(form)
         return part.first_form
 
-    def _played_gathers(self, parts: Sequence[Part], carried: Carried) -> Gathered:
-        """As `Gathered`, but slots by number."""
+    def _played_gathers(self, parts: Sequence[Part], carried: Carried, meet: Meet | None) -> FirstGathers:
+        """Slots are meant by number."""
         places, program = list[tuple[int, int]](), LocalProgram()
         units: dict[tuple[int, int], int] = {(0, 0): 0}
         is_plain = self.profile.runtime is None  # then what sends nothing is there at once
@@ -422,22 +431,19 @@ class Variants:
         program.gathers = self.lowering.gathers_of(program)
         home = {unit: where for where, unit in units.items()}
         inside = {n for (number, local), n in units.items() if local in parts[number].orders.last}
-        player = Player(program, self.profile, trains=False)
-        player.orders.last = dict.fromkeys(inside, -1)
-        begun = player.played(PassKind("begin"), carried, Standing())
-        ((_, done, _),) = begun.pieces
+        begun = Player(program, self.profile, Orders(last=dict.fromkeys(inside, -1))).gather(carried, meet)
         quiet = sum(part.first_bytes - part.first_sent_bytes for part in parts) if is_plain else 0
         if quiet:
-            done.allocations.append((0, quiet, "gathered", Moment.SEND))
+            begun.done.allocations.append((0, quiet, "gathered", Moment.SEND))
         ready: dict[int, dict[int, tuple[int, str]]] = defaultdict(dict)
-        for value, end, cause in begun.standing.ready:
+        for value, end, cause in begun.ready:
             number, own = places[value]
             ready[number][own] = end, cause
         arriving: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
-        for unit, end, size in begun.standing.arriving:
-            number, local = home[unit]
+        for at, end, size in begun.arriving:
+            number, local = home[at]
             arriving[number][local].append((end, size))
-        return Gathered(ready, arriving, done)
+        return FirstGathers(ready, arriving, begun.done)
 
     def optimizer(self, plan: StagePlan) -> tuple[int, int]:
         """How long the optimizer runs, and the most bytes that updating a parameter takes for a while."""
@@ -470,8 +476,7 @@ class Variants:
     def residents(self, plan: StagePlan, parts: Sequence[Part]) -> list[tuple[int, str]]:
         """Bytes that stay through the step, with their kinds."""
         self._place_residents(plan, parts)
-        self.lowering._residents()
-        return self.lowering.program.residents
+        return self.lowering.residents()
 
     def _place_residents(self, plan: StagePlan, parts: Sequence[Part]) -> None:
         lowering, loss = self.lowering, self.graph.loss
@@ -542,4 +547,5 @@ def _gathers_in(part: Part, unit: int) -> bool:
 
 
 def _is_entered(part: Part, unit: int) -> bool:
-    return part.direction is not None and any(unit in units for units in part.direction.entered.values())
+    directions = part.directions.values()
+    return any(unit in units for direction in directions for units in direction.entered.values())

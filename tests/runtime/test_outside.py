@@ -105,11 +105,23 @@ def _set_buffer(part: rt.Rank) -> None:
     part.get_submodule("inner").table = torch.zeros(2)
 
 
-@pytest.mark.parametrize("act", [_replace, _set_data, _set_buffer, rt.Rank.double])
+def _replace_module(part: rt.Rank) -> None:
+    part.inner = nn.Linear(2, 2)
+
+
+def _take_module(part: rt.Rank) -> None:
+    del part.inner
+
+
+def _add(part: rt.Rank) -> None:
+    part.get_submodule("inner").register_parameter("weight_2", nn.Parameter(torch.zeros(2)))
+
+
+@pytest.mark.parametrize("act", [_replace, _set_data, _set_buffer, _replace_module, _take_module, _add])
 def test_tensors_that_were_replaced_are_refused(act: Callable[[rt.Rank], object]) -> None:
     part = alone()
     act(part)
-    with pytest.raises(rt.ProgramError, match=r"places of inner\.(weight|table).*Copy values into"):
+    with pytest.raises(rt.ProgramError, match=r"places of inner(\.(weight|table|weight_2))?, .*Copy values into"):
         part.train_step(torch.ones(4))
     with pytest.raises(rt.ProgramError, match=r"found others in the places of"):
         part(torch.ones(4))
@@ -123,6 +135,52 @@ def test_what_puts_the_same_tensors_in_place_is_not() -> None:
     part.load_state_dict({name: tensor.clone() for name, tensor in part.state_dict().items()}, assign=True)
     with pytest.raises(rt.ProgramError, match=r"load_state_dict\(assign=True\)"):
         part.train_step(torch.ones(4))
+
+
+def converted(rank: int, world: int) -> None:
+    """What torch does to the modules of a rank; each `Couldn't swap` or silence before."""
+    part = rt.build(Sharded)
+    part.load_full_state_dict(start())
+    loss = part.train_step(HALF)
+    refused: list[Callable[[], object]] = [
+        part.double, part.half, part.bfloat16, part.share_memory, lambda: part.to(torch.bfloat16),
+        lambda: part.to("meta"), lambda: part.to_empty(device="cpu"), lambda: nn.ModuleDict({"inner": part}).double(),
+    ]  # fmt: skip
+    for act in refused:
+        with pytest.raises(rt.ProgramError, match=r"expected parameters and buffers to stay torch\.float32 on cpu"):
+            act()
+    assert part.float() is part.to("cpu") is part.cpu() is part
+    assert part.train_step(HALF) == loss
+    for parameter in part.parameters():
+        parameter.grad = torch.zeros(parameter.shape)
+    with pytest.raises(rt.ProgramError, match=r"expected a gradient as train_step leaves it.*set by hand"):
+        part.train_step(HALF)
+    part.zero_grad()
+    nn.utils.vector_to_parameters(torch.zeros(sum(p.numel() for p in part.parameters())), part.parameters())
+    with pytest.raises(rt.ProgramError, match=r"parameter\.data = "):
+        part.train_step(HALF)
+
+
+def test_conversions_are_refused_before_anything_is_converted(rank_pool: Callable[[int], RankPool]) -> None:
+    rank_pool(2).run(converted)
+
+
+def _grow(*seen: object) -> None:
+    raise AssertionError("it ran")
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("path", ["", "inner"])
+def test_hooks_of_modules_are_refused_where_they_would_not_run(path: str, kind: str) -> None:
+    part = alone()
+    hook = getattr(part.get_submodule(path), f"register_{kind}_hook")(_grow)
+    with pytest.raises(rt.ProgramError, match=f"no hook of {path or 'the rank'} that would not run, found _grow"):
+        part.train_step(torch.ones(4))
+    runs = not path and kind.startswith("forward")
+    with pytest.raises(AssertionError if runs else rt.ProgramError, match="it ran" if runs else "would not run"):
+        part(torch.ones(4))
+    hook.remove()
+    part.train_step(torch.ones(4))
 
 
 def averaged(rank: int, world: int) -> list[dict[str, Tensor]]:

@@ -88,6 +88,43 @@ def test_shards_gradients_and_tied_parameters() -> None:
         assert united["head.weight"].eq(1).all() and united["final_norm.weight"].eq(2).all()
 
 
+def wrong_inputs_job(rank: int, world: int, source: str, batch: dict[str, Tensor]) -> Any:
+    from autopar import runtime as rt
+
+    built = rt.build(load_source(source).Program)
+    tokens, labels = batch["tokens"], batch["labels"]
+    wrong: dict[str, Any] = {
+        "dtype": {**batch, "labels": labels.int()},
+        "shape": {**batch, "tokens": tokens[:2]},
+        "no tensor": {**batch, "labels": labels.tolist()},
+        "gradient": {**batch, "labels": labels.float().requires_grad_()},
+        "part": {"tokens": tokens if rank == 0 else None, "labels": labels[:2] if rank == 1 else None, "local": True},
+    }
+    found = {}
+    for name in ("part", "dtype", "shape", "no tensor", "gradient"):  # the part in one of the steps that are compared
+        with pytest.raises(rt.ProgramError) as refusal:
+            built.train_step(**wrong[name])
+        found[name] = str(refusal.value)
+    with pytest.raises(rt.ProgramError) as refusal:
+        built(**wrong["shape"])
+    built.train_step(tokens=tokens if rank == 0 else None, labels=labels if rank == 1 else None)
+    return found
+
+
+@pytest.mark.ranks
+def test_inputs_that_one_stage_reads_are_refused_on_all_ranks() -> None:
+    """The ranks of the other stage waited, for as long as the groups' timeout, for one that had refused its input."""
+    model, batch = build()
+    plan = autopar.template_plan(model, MESH, batch, pp=2, microbatches=2)
+    program = autopar.parallelize(model, MESH, batch, plan=plan)
+    first, second = pool(2).run(wrong_inputs_job, program.source, batch)
+    names = {"part": "labels", "dtype": "labels", "shape": "tokens", "no tensor": "labels", "gradient": "labels"}
+    for name, refused in names.items():
+        assert f"input {refused}: expected " in first[name] and f"input {refused}: expected " in second[name]
+    assert first["part"] == f"rank 1 refused: {second['part']}"
+    assert "goes with local=True" in first["shape"] and "goes with local=True" not in second["shape"]
+
+
 def test_zero_bubble_with_recomputation_is_refused() -> None:
     model, batch = build()
     with pytest.raises(PlanError, match=r'expected no recomputation with schedule "zero_bubble"'):

@@ -18,8 +18,9 @@ from autopar.ir.plan import Plan
 from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
-from autopar.simulate import Timeline, simulate
-from autopar.simulate.program import LocalProgram, lower_stages
+from autopar.simulate import Incremental, Timeline, simulate
+from autopar.simulate.parted import PartedStage
+from autopar.simulate.program import LocalProgram
 from autopar.trace import trace
 from models import gpt
 
@@ -109,7 +110,7 @@ def test_a_step_takes_as_long_as_its_streams_and_paths_and_its_parts_add_up(name
 
 def critical_path_ns(case: Case, profile: Profile) -> int:
     """The longest chain of items of one microbatch, forward over all stages and back, as if nothing ever queued."""
-    programs = lower_stages(case.graph, case.plan, [profile] * len(case.plan.stages))
+    programs = [stage.parts[0].program for stage in _stages(case, profile)]
     arrived: dict[str, int] = {}
     ends = [_forward_ns(program, arrived) for program in programs]
     returned: dict[str, int] = {}
@@ -162,10 +163,13 @@ def test_memory_is_given_back_and_its_peak_is_at_least_what_stays(name: str, pro
 
 
 def _residents(case: Case, profile: Profile, first_rank: int) -> list[tuple[int, str]]:
-    programs = lower_stages(case.graph, case.plan, [profile] * len(case.plan.stages))
-    stages = case.plan.stages
-    own = [p for n, p in enumerate(programs) if stages[n].first_rank == first_rank]
-    return [resident for program in own for resident in program.residents]
+    stages = zip(case.plan.stages, _stages(case, profile), strict=True)
+    return [held for stage, played in stages if stage.first_rank == first_rank for held in played.residents]
+
+
+def _stages(case: Case, profile: Profile) -> list[PartedStage]:
+    """Each in one part."""
+    return Incremental(case.graph, profile, in_parts=False).stages(case.plan)
 
 
 @given(NAMES, st.sampled_from([0.01, 0.1, 1.0]), SCALES, st.sampled_from([1.0, 2.0, 100.0]))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.ir.schedule import BACKWARD
 from autopar.profiler import template_profile
-from autopar.simulate.orders import Orders, find_directions, find_lifetimes, find_orders
-from autopar.simulate.program import LocalProgram, lower_stages
+from autopar.simulate.parted import stage_in_one
+from autopar.simulate.parts import Part
 from autopar.trace import trace
 
 
@@ -52,25 +52,24 @@ class Whole(nn.Module):
 
 
 @cache
-def lowered() -> tuple[LocalProgram, Orders]:
-    """The program of a rank that regathers all parameters, and its orders."""
+def lowered() -> Part:
+    """The program of a rank that regathers all parameters, with its orders."""
     model, batch = Whole(), {"tokens": torch.zeros(4, 6, dtype=torch.long)}
     mesh = autopar.Mesh("cpu", devices_per_node=2)
     plan = autopar.template_plan(model, mesh, batch, dp=2, zero=3)
-    (program,) = lower_stages(trace(model, batch), plan, [template_profile()])
-    return program, find_orders(program, template_profile())
+    (part,) = stage_in_one(trace(model, batch), plan, template_profile()).parts
+    return part
 
 
 def test_units_begin_outermost_first_and_end_with_the_last_that_is_inside() -> None:
-    program, orders = lowered()
+    program, orders = lowered().program, lowered().orders
     assert [program.units[unit] for unit in orders.visits] == ["body", "body.layers.0", "body.layers.1"]
     ends = {program.units[unit]: number for unit, number in orders.last.items()}
     assert ends["body"] == ends["body.layers.1"] > ends["body.layers.0"]
 
 
 def test_the_backward_pass_enters_the_inner_unit_first_where_both_return_the_same() -> None:
-    program, orders = lowered()
-    direction = find_directions(program, orders, find_lifetimes(program, trains=True))[BACKWARD]
+    program, direction = lowered().program, lowered().directions[BACKWARD]
     entered = [[program.units[unit] for unit in units] for units in direction.entered.values()]
     assert entered == [["body.layers.1", "body"], ["body.layers.0"]]
     numbers = list(direction.entered)
