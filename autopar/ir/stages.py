@@ -301,9 +301,16 @@ def _wiring(plan: Plan) -> _Wiring:
 
 
 def _read_later(graph: Graph, plan: Plan, index: int) -> list[tuple[int, str]]:
-    """What stage `index` makes first and later ones receive, with these, in their order."""
-    if len(plan.stages) == 1:
+    """What stage `index` makes first and later ones receive, with these, in their order. Kept with the plan."""
+    if index == len(plan.stages) - 1:
         return []
+    known: dict[int, list[tuple[int, str]]] = plan.__dict__.setdefault("_read_later", {})
+    if index not in known:
+        known[index] = _find_read_later(graph, plan, index)
+    return known[index]
+
+
+def _find_read_later(graph: Graph, plan: Plan, index: int) -> list[tuple[int, str]]:
     wiring, given = _wiring(plan), {*graph.inputs}
     made = (
         name

@@ -45,9 +45,9 @@ from autopar.simulate.engine import COMPUTE, Change, Moment
 from autopar.simulate.facts import call_of, graph_facts
 from autopar.simulate.incremental import Incremental
 from autopar.simulate.parted import PartedStage, stage_in_one
-from autopar.simulate.parts import NUM_BEFORE, PartLowering
+from autopar.simulate.parts import NUM_BEFORE, Part, PartLowering
 from autopar.simulate.player import Pass, PassKind
-from autopar.simulate.program import Item, LocalProgram, Transmission
+from autopar.simulate.program import Item, Transmission
 from autopar.simulate.schedule import StageProgress, Submesh
 from autopar.simulate.traffic import reached_tensors
 from autopar.simulate.transfers import Transfers, find_transfers
@@ -409,18 +409,21 @@ def _with_two_parts(cost: LayerCost, player: PartedStage, profile: Profile) -> L
     return cost._replace(
         waiting_bytes=_net(forward.allocations) + _net(first.allocations),
         second_bytes=_peak(second.allocations),
-        split_ns=branch_ns * sum(_num_branches(part.program) for part in player.parts),
+        split_ns=branch_ns * _num_branches(player.parts),
     )
 
 
-def _num_branches(program: LocalProgram) -> int:
+def _num_branches(parts: Sequence[Part]) -> int:
     """The items that gradients go through to what was received, and to other tensors, too."""
-    way, found = set(program.receives.values()), 0
-    for item in program.items:
-        wanted = [value in way for value in item.inputs if program.values[value].wants_gradient]
-        if any(wanted):
-            way.update(item.outputs)
-        found += item.runs_backward and any(wanted) and not all(wanted)
+    entering, found = set[int](), 0
+    for part in parts:
+        way, values = entering.union(part.program.receives.values()), part.program.values
+        for item in part.program.items[NUM_BEFORE : part.end]:
+            wanted = [value in way for value in item.inputs if values[value].wants_gradient]
+            if any(wanted):
+                way.update(item.outputs)
+            found += item.runs_backward and any(wanted) and not all(wanted)
+        entering = {place for place, value in enumerate(part.lowered.leaving) if value in way}
     return found
 
 

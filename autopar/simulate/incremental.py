@@ -23,7 +23,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.stages import stage_graph
-from autopar.simulate.part_player import Unsupported
+from autopar.simulate.orders import Unsupported
 from autopar.simulate.parted import PartedStage
 from autopar.simulate.player import Beyond
 from autopar.simulate.program import PriceTable, devices_per_node, sent_values
@@ -100,7 +100,7 @@ class Incremental:
         is_split = len(plan.stages) > 1 and SCHEDULES[plan.schedule].splits_backward
         part, sent = plan.parts[index], sent_values(self._graph, plan, index)
         graph = self._stage_graph(plan, index, sent)
-        if self._in_parts and not is_split:
+        if self._in_parts:
             with suppress(Unsupported):
                 return PartedStage(self._variants_of(plan, index, graph, profile, True, is_split), part, sent)
             self.num_whole += 1

@@ -136,7 +136,8 @@ class Lifetimes:
     """Memory of activations forward, recomputed and backward; that of their gradients apart.
 
     backward, gradients: by direction, the whole pass and its two parts. received: bytes of the gradients that come from
-    other stages, which are kept until the pass has ended.
+    other stages, which are kept until the pass has ended; left_bytes: of a part, given back in an earlier one, with the
+    next item that runs in the second part of the backward pass.
     """
 
     forward: Changes = field(default_factory=Changes)
@@ -144,18 +145,32 @@ class Lifetimes:
     backward: dict[str, Changes] = field(default_factory=lambda: defaultdict(Changes))
     gradients: dict[str, Changes] = field(default_factory=lambda: defaultdict(Changes))
     received: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    left_bytes: int = 0
 
 
 Buffers = dict[int, list[int]]
 """By value, the buffer of its gradient: bytes, readers, and the first item that reads it in the second part, or −1."""
 
+IN_LATER_PART = 1 << 60  # instead of the item's number
+
+
+class Unsupported(Exception):
+    """The parts of a stage depend on each other in a way that is not followed: it is played in one."""
+
 
 def find_lifetimes(
-    program: LocalProgram, trains: bool, buffers: Buffers, own: Collection[int]
+    program: LocalProgram, trains: bool, buffers: Buffers, own: Collection[int], left_bytes: int = 0
 ) -> Lifetimes:  # fmt: skip
     """Plans the memory of one microbatch. own: the part's items, whose others stand for what is outside of it; buffers:
-    of gradients when its backward pass begins, and after the call when it has ended."""
+    of gradients when its backward pass begins, and after the call when it has ended; left_bytes: as in `Lifetimes`, of
+    later parts."""
     lifetimes = Lifetimes()
+    if left_bytes and program.own_in_order:
+        lifetimes.backward[BACKWARD_WEIGHT].given[program.own_in_order[-1]] += left_bytes
+    elif left_bytes and program.begins:
+        raise Unsupported("what a part saves is given back by none before it")
+    else:
+        lifetimes.left_bytes = left_bytes
     readers, savers = _uses(program, trains)
     entries = _entries(program)
     ends = {item.region: number for number, item in enumerate(program.items)}
@@ -169,9 +184,13 @@ def find_lifetimes(
             _place(lifetimes, program, entries, number, item.extra_bytes, [number], [number], number)
         if trains and item.runs_backward and item.number_bytes:
             _place_number(lifetimes, program, number, item.number_bytes, ends)
-    if trains and program.splits:
-        _place_gradients(program, program.led, lifetimes, BACKWARD_INPUT, {})
-        _place_gradients(program, program.own, lifetimes, BACKWARD_WEIGHT, {})
+    if trains and program.splits:  # each gradient is made in one of the two
+        for name, numbers in ((BACKWARD_INPUT, program.led), (BACKWARD_WEIGHT, program.own)):
+            made = {
+                n: buffer for n, buffer in buffers.items() if program.values[n].leads_back == (numbers is program.led)
+            }
+            _place_gradients(program, numbers, lifetimes, name, made)
+            buffers.update(made)
     elif trains:
         whole = [number for number in own if program.items[number].runs_backward]
         _place_gradients(program, whole, lifetimes, BACKWARD, buffers)
@@ -286,12 +305,17 @@ def _place_number(lifetimes: Lifetimes, program: LocalProgram, number: int, size
 def _give_back(lifetimes: Lifetimes, program: LocalProgram, size: int, needing: list[int]) -> None:
     """After the backward of all items that need it. Of a pass in two parts, autograd keeps for the second what it keeps
     at all: then with the next item from there on that runs in it."""
-    if not program.splits:
-        lifetimes.backward[BACKWARD].given[min(needing)] += size
-        return
     first, own = min(needing), program.own_in_order
-    number = own[max(0, bisect_right(own, first) - 1)] if own else first
-    lifetimes.backward[BACKWARD_WEIGHT].given[number] += size
+    if not program.splits:
+        lifetimes.backward[BACKWARD].given[first] += size
+    elif first < program.end:  # else a later part does
+        place = bisect_right(own, first) - 1
+        if place < 0 and program.begins and not (own or program.is_all):
+            raise Unsupported("what a part saves is given back in a later one")
+        if place < 0 and not program.begins:
+            lifetimes.left_bytes += size
+        else:
+            lifetimes.backward[BACKWARD_WEIGHT].given[own[max(0, place)] if own else first] += size
 
 
 def _place_gradients(
@@ -316,6 +340,8 @@ def _place_gradients(
         for shared in held:
             shared[1] -= 1
             shared[2] = number if number in kept else shared[2]
+            if shared[1] == 0 and shared[2] == IN_LATER_PART:
+                raise Unsupported("a gradient that a later part reads is given back there")
             if shared[1] == 0 and shared[2] >= 0:
                 lifetimes.gradients[BACKWARD_WEIGHT].given[shared[2]] += shared[0]
             elif shared[1] == 0:
@@ -391,13 +417,11 @@ class BackwardStep(NamedTuple):
 @dataclass(frozen=True, eq=False, slots=True)
 class Direction:
     """Steps in the order of the pass. entered: units with regathered parameters that it enters, at each item the
-    innermost first: autograd asks for what they return in that order; regions: those that it recomputes;
-    ends_microbatch: regathered parameters are of no more use after it."""
+    innermost first: autograd asks for what they return in that order; regions: those that it recomputes."""
 
     steps: tuple[BackwardStep, ...]
     entered: dict[int, tuple[int, ...]]
     regions: frozenset[int]
-    ends_microbatch: bool
 
 
 def find_directions(
@@ -431,7 +455,6 @@ def _direction_of(
         steps=tuple([reader.step(number) for number in numbers]),
         entered={number: units for number, units in entered.items() if units},
         regions=frozenset(items[n].region for n in numbers if items[n].region >= 0) - regions,
-        ends_microbatch=bool(numbers) and not before,
     )
 
 

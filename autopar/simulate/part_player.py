@@ -16,7 +16,7 @@ from autopar.cost import Profile
 from autopar.ir.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
 from autopar.simulate.engine import COMPUTE, LAST, Carried, Engine
-from autopar.simulate.orders import Direction, Orders, first_operand
+from autopar.simulate.orders import Direction, Orders, Unsupported, first_operand
 from autopar.simulate.parts import NUM_BEFORE, Part
 from autopar.simulate.player import ROOT, Meet, PassKind, Played, Player, Travelling, finished, meets
 from autopar.simulate.program import Bucket, LocalProgram, Slot, Transmission, is_summed_first, way_of_slot
@@ -24,10 +24,6 @@ from autopar.simulate.sharing import Share
 
 Ends = tuple[tuple[int, str], ...]
 """Of tasks: when they end, and their kinds."""
-
-
-class Unsupported(Exception):
-    """The parts of a stage depend on each other in a way that is not followed: it is played in one."""
 
 
 class LooksBack(Exception):

@@ -29,7 +29,16 @@ from autopar.ir.plan import NodePlan, StagePlan, Storage
 from autopar.ir.redistribution import Step
 from autopar.ir.schedule import FORWARD
 from autopar.simulate.facts import Call, GraphFacts
-from autopar.simulate.orders import Buffers, Direction, Lifetimes, Orders, find_directions, find_lifetimes, find_orders
+from autopar.simulate.orders import (
+    IN_LATER_PART,
+    Buffers,
+    Direction,
+    Lifetimes,
+    Orders,
+    find_directions,
+    find_lifetimes,
+    find_orders,
+)
 from autopar.simulate.program import (
     Bucket,
     Item,
@@ -94,10 +103,12 @@ class KeptBefore(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients that later parts have made: by value the buffer, −1 for none; and of each its bytes and readers."""
+    """Gradients that later parts have made: by value the buffer, −1 for none; of each buffer its bytes, readers, and
+    whether the second part of the backward pass has read it."""
 
     buffer_of: tuple[int, ...] = ()
-    buffers: tuple[tuple[int, int], ...] = ()
+    buffers: tuple[tuple[int, int, bool], ...] = ()
+    left_bytes: int = 0  # see `Lifetimes`
 
 
 @dataclass(eq=False, slots=True)
@@ -116,6 +127,7 @@ class Lowered:
     answered: tuple[int, ...]  # what it sends to later stages whose gradient comes back
     keeps: tuple[str, ...]  # the stored tensors that it reads
     origin: int  # the number of the segment that it was made of
+    is_all: bool  # there is no other segment
     is_marked: bool = False
     marked: dict[int, tuple[Marked, int]] = field(default_factory=dict)  # by the number of what is wanted
 
@@ -236,7 +248,7 @@ class PartLowering(Lowering):
             program, self.calls, before, leaving, storages, after,
             self.known[loss, self.placements[loss]] if made and loss is not None else -1, self.constants,
             tuple([program.sends[value] for value, is_answered in sent.items() if is_answered]), segment.keeps,
-            segment.number,
+            segment.number, len(segment.nodes) == len(self.graph.nodes),
         )  # fmt: skip
 
     def _enter_values(self, segment: Segment, before: Arriving) -> None:
@@ -381,16 +393,16 @@ class PartLowering(Lowering):
             )
         ] + program.memory[lowered.num_memory :]
         self.program = program
+        program.end, program.begins, program.is_all = end, lowered.origin == 0, lowered.is_all
         program.gathers = self._own_gathers(program, len(lowered.before.values))
         orders = find_orders(program, self.profile)
         buffers = _buffers(lowered, gradients)
         own = range(NUM_BEFORE, end)
-        lifetimes = find_lifetimes(program, self.trains, buffers, own)
+        lifetimes = find_lifetimes(program, self.trains, buffers, own, gradients.left_bytes)
         directions = find_directions(program, orders, lifetimes, own) if self.trains else {}
         freed = sum(size for number, size in lifetimes.forward.given.items() if number >= end)
-        return Part(
-            program, orders, lifetimes, directions, marked, end, freed, lifetimes.received, _gradients(lowered, buffers)
-        )
+        before = _gradients(lowered, buffers)._replace(left_bytes=lifetimes.left_bytes)
+        return Part(program, orders, lifetimes, directions, marked, end, freed, lifetimes.received, before)
 
 
 def _unmarked(program: LocalProgram) -> tuple[list[Value], list[Item]]:
@@ -481,14 +493,14 @@ def kept_after(marked: Marked, before: KeptBefore) -> KeptBefore:
 
 
 def _buffers(lowered: Lowered, gradients: Gradients) -> Buffers:
-    made = [[num_bytes, readers, -1] for num_bytes, readers in gradients.buffers]
+    made = [[size, readers, IN_LATER_PART if is_read else -1] for size, readers, is_read in gradients.buffers]
     pairs = zip(lowered.leaving, gradients.buffer_of, strict=True)
     return {n: made[number] for n, number in pairs if number >= 0}
 
 
 def _gradients(lowered: Lowered, buffers: Buffers) -> Gradients:
     numbers: dict[int, int] = {}
-    found, buffer_of = list[tuple[int, int]](), list[int]()
+    found, buffer_of = list[tuple[int, int, bool]](), list[int]()
     for n in range(lowered.num_entering):
         buffer = buffers.get(n)
         if buffer is None:
@@ -496,7 +508,7 @@ def _gradients(lowered: Lowered, buffers: Buffers) -> Gradients:
             continue
         if id(buffer) not in numbers:
             numbers[id(buffer)] = len(found)
-            found.append((buffer[0], buffer[1]))
+            found.append((buffer[0], buffer[1], buffer[2] >= 0))
         buffer_of.append(numbers[id(buffer)])
     return Gradients(tuple(buffer_of), tuple(found))
 

@@ -78,7 +78,7 @@ class Standing(NamedTuple):
     their unit has asked for; lent: what of these several parts use, with its bytes; root: of parameters of no block,
     how many gradients are missing, -1 where they are not in place; arriving: (unit, ns, bytes) of packed gathers.
     Of gradients, held: stored tensors that have memory for theirs; whole: slots whose gradient waits to be sent;
-    buffered: buckets that have a buffer; home: what is on its way home.
+    home: what is on its way home.
     """
 
     ready: tuple[tuple[Any, int, str], ...] = ()
@@ -90,19 +90,16 @@ class Standing(NamedTuple):
     root: int = -1
     held: frozenset[str] = frozenset()
     whole: frozenset[Any] = frozenset()
-    buffered: frozenset[int] = frozenset()
     journeys: tuple[Travelling, ...] = ()
     home: tuple[tuple[int, str], ...] = ()
 
     def without_gradients(self) -> Standing:
         """What a pass depends on that makes no gradients of stored tensors."""
-        return self._replace(held=frozenset(), whole=frozenset(), buffered=frozenset(), journeys=(), home=())
+        return self._replace(held=frozenset(), whole=frozenset(), journeys=(), home=())
 
     def with_gradients(self, other: Standing) -> Standing:
         """The same, with another's gradients."""
-        return self._replace(
-            held=other.held, whole=other.whole, buffered=other.buffered, journeys=other.journeys, home=other.home
-        )
+        return self._replace(held=other.held, whole=other.whole, journeys=other.journeys, home=other.home)
 
     def after(self, ns: int) -> Standing:
         """What is left of it so much later."""

@@ -218,6 +218,9 @@ class LocalProgram:
     led: frozenset[int] = frozenset()  # items of the first part: a gradient that leads back comes from them
     own: frozenset[int] = frozenset()  # items of the second part: another gradient does
     own_in_order: tuple[int, ...] = ()  # the same
+    end: int = 0  # one past the last item that is no other part's
+    begins: bool = True  # no part is before it
+    is_all: bool = True  # there is no other part
 
     def around(self) -> list[tuple[int, ...]]:
         """Of each unit, those whose modules are around its own, outermost first, and itself."""
@@ -809,16 +812,6 @@ class Lowering:
             items[number].region = region if region in again else -1
 
     # What stays ----------------------------------------
-
-    def residents(self) -> list[tuple[int, str]]:
-        """Parameters and buffers, optimizer state, this rank's inputs of all microbatches."""
-        held = self.other_residents()
-        for item in self.graph.stored:
-            price = self._stored_price(item.tensor)
-            held.append((price.stored_bytes, "parameters"))
-            if item.requires_grad and self.trains:
-                held.append((price.state_bytes + (STEP_COUNT_BYTES if price.state_bytes else 0), "optimizer"))
-        return held
 
     def other_residents(self) -> list[tuple[int, str]]:
         """What is not stored from step to step."""

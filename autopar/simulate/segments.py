@@ -17,7 +17,7 @@ from autopar.ir.graph import Graph, Node, map_references
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Redistribute, StagePlan
 from autopar.ir.redistribution import Step
-from autopar.simulate.facts import GraphFacts
+from autopar.simulate.facts import GraphFacts, tensors_on_the_way
 
 ROOT_NODES = 24  # how many nodes of the program itself make a segment
 
@@ -46,22 +46,27 @@ class Segment:
 
 
 def known_segments(
-    graph: Graph, facts: GraphFacts, recomputed: frozenset[str], is_cut: bool = True
+    graph: Graph, facts: GraphFacts, recomputed: frozenset[str], is_cut: bool = True, is_split: bool = False
 ) -> tuple[Segment, ...]:  # fmt: skip
     """As `segments_of`, found once for a graph."""
-    key = "segments", f"{sorted(recomputed)} {ROOT_NODES if is_cut else 0}"
+    key = "segments", f"{sorted(recomputed)} {ROOT_NODES if is_cut else 0} {is_split}"
     if key not in graph.found:
-        graph.found[key] = segments_of(graph, facts, recomputed, is_cut)
+        graph.found[key] = segments_of(graph, facts, recomputed, is_cut, is_split)
     found: tuple[Segment, ...] = graph.found[key]
     return found
 
 
 def segments_of(
-    graph: Graph, facts: GraphFacts, recomputed: frozenset[str], is_cut: bool = True
+    graph: Graph, facts: GraphFacts, recomputed: frozenset[str], is_cut: bool = True, is_split: bool = False
 ) -> tuple[Segment, ...]:  # fmt: skip
     """The segments of a stage's graph, or all of it as one. What the stage receives comes about in the first one, what
-    it sends is read in the last one."""
+    it sends is read in the last one. is_split: its backward pass comes in two parts."""
+    way = tensors_on_the_way(graph) if is_split and is_cut else frozenset[str]()
     runs = _runs(graph, facts, recomputed) if is_cut and graph.nodes else [graph.nodes]
+    while (
+        is_split and len(runs) > 1 and not _is_trained(graph, runs[0])
+    ):  # what it saves waits for a gradient of its own
+        runs[:2] = [(*runs[0], *runs[1])]
     homes = {node.name: number for number, run in enumerate(runs) for node in run}
     readers = {
         name: [homes[node.name] for node, _ in uses] for name, uses in graph.consumers.items() if uses
@@ -88,7 +93,7 @@ def segments_of(
         ends = number == 0, number == len(runs) - 1
         kind = 0
         if len(runs) > 1:
-            form = _form(graph, facts, recomputed, run, enters, leaves, (*made, *begun), stored, ends)
+            form = _form(graph, facts, recomputed, run, enters, leaves, (*made, *begun), stored, ends, way)
             kind = kinds.setdefault(form, len(kinds))
         keeps = tuple(dict.fromkeys(n for node in run for n in node.operands if n in graph.stored_by_tensor))
         found.append(Segment(number, run, enters, leaves, (*made, *begun), stored, keeps, kind))
@@ -119,6 +124,12 @@ def _runs(graph: Graph, facts: GraphFacts, recomputed: frozenset[str]) -> list[t
     return runs
 
 
+def _is_trained(graph: Graph, run: Sequence[Node]) -> bool:
+    """Whether nodes read something that has a gradient of its own."""
+    stored = (graph.stored_by_tensor.get(name) for node in run for name in node.operands)
+    return any(item is not None and item.requires_grad for item in stored)
+
+
 def _is_shared(graph: Graph, name: str) -> bool:
     """Whether modules share a stored tensor: it belongs to the first."""
     return len({node.scope.module for node, _ in graph.consumers[name]}) > 1
@@ -127,6 +138,7 @@ def _is_shared(graph: Graph, name: str) -> bool:
 def _form(
     graph: Graph, facts: GraphFacts, recomputed: frozenset[str], nodes: tuple[Node, ...], enters: tuple[str, ...],
     leaves: tuple[Enters, ...], made: tuple[str, ...], stored: tuple[str, ...], ends: tuple[bool, bool],
+    way: frozenset[str],
 ) -> Hashable:  # fmt: skip
     """All that lowering asks of a segment's graph, by places instead of names."""
     codes = {name: ("enters", place) for place, name in enumerate(enters)}
@@ -134,7 +146,7 @@ def _form(
     codes |= {name: ("stored", place) for place, name in enumerate(stored)}
     prefix = _common(nodes)
     coded = tuple(_coded(node, codes, prefix, recomputed) for node in nodes)
-    described = tuple(_described(graph, facts, name, prefix) for name in (*enters, *made, *stored))
+    described = tuple((_described(graph, facts, name, prefix), name in way) for name in (*enters, *made, *stored))
     units = [facts.block_of(node.scope.module, recomputed) for node in nodes]
     units += [facts.block_of(graph.stored_by_tensor[name].name, recomputed) for name in stored]
     return repr((coded, described, leaves, ends, tuple(_inside(unit, prefix) for unit in units)))
@@ -195,10 +207,6 @@ class Differences:
         self._graph, self._segments, self._recomputes = graph, segments, bool(plan.recompute)
         self._of_node = [segment.number for segment in segments for _ in segment.nodes]
         self._names = [node.name for node in graph.nodes]
-        home = dict(zip(self._names, self._of_node, strict=True))
-        self._readers = {
-            name: frozenset([home[node.name] for node, _ in uses]) for name, uses in graph.consumers.items()
-        }  # fmt: skip
         self._stored = [item.tensor for item in graph.stored]
         self._numbers: dict[Hashable, int] = {}
         self._objects: dict[int, tuple[int, Hashable]] = {}  # by identity, which holds as long as they are kept here
@@ -214,10 +222,7 @@ class Differences:
         place_of = {name: place for place, name in enumerate(self._stored)}
         self._keeps = [[place_of[name] for name in segment.keeps] for segment in segments]
         self._begins = [*itertools.accumulate((len(segment.nodes) for segment in segments), initial=0)]
-        node_of = {name: number for number, name in enumerate(self._names)}
-        self._nodes_reading = {
-            name: frozenset([node_of[node.name] for node, _ in uses]) for name, uses in graph.consumers.items()
-        }  # fmt: skip
+        self._nodes_reading, self._readers = _known_readers(graph, self._of_node)
         self.steps: dict[Key, tuple[Step, ...]] = {}
         self.bases: dict[str, Placement] = {}
         self._changed_storage: set[int] = set()
@@ -248,12 +253,15 @@ class Differences:
         last = self._last
         if plan is last:
             return
-        if last is None or plan.nodes is not last.nodes:
-            self._follow_nodes(plan)
-        if last is None or plan.storage is not last.storage:
-            self._follow_storage(plan)
-        if last is None or plan.redistributes is not last.redistributes:
-            self._follow_steps(plan)
+        if last is None:
+            self._begin(plan)
+        else:
+            if plan.nodes is not last.nodes:
+                self._follow_nodes(plan)
+            if plan.storage is not last.storage:
+                self._follow_storage(plan)
+            if plan.redistributes is not last.redistributes:
+                self._follow_steps(plan)
         for name, placement in plan.inputs.items():
             if self.bases.get(name) != placement:
                 self._follow_tensor(name, placement)
@@ -261,6 +269,19 @@ class Differences:
             self._codes[place] = self._code_of(place)
         self._changed_readers = set()
         self._last = plan
+
+    def _begin(self, plan: StagePlan) -> None:
+        """Everything of the first plan is new."""
+        self._nodes = [*map(plan.nodes.__getitem__, self._names)]
+        self._storage = [*map(plan.storage.__getitem__, self._stored)]
+        for node, placed in zip(self._graph.nodes, self._nodes, strict=True):
+            self.bases.update(zip(node.results, placed.results, strict=True))
+        self.bases.update((name, kept.placement) for name, kept in zip(self._stored, self._storage, strict=True))
+        self._storage_codes = [*map(self._number, self._storage)]
+        self._redistributes = plan.redistributes
+        self.steps = {(one.tensor, one.target): one.steps for one in plan.redistributes}
+        self._changed_segments = {*range(len(self._segments))}
+        self._changed_readers, self._changed_storage = {*range(len(self._names))}, {*range(len(self._stored))}
 
     def _note(self, name: str) -> None:
         self._changed_segments |= self._readers[name]
@@ -347,6 +368,21 @@ class Differences:
         ]
         own = {target for is_own, target in readers if is_own}
         return frozenset(target for is_own, target in readers if not is_own and target in own)
+
+
+Readers = Mapping[str, frozenset[int]]
+
+
+def _known_readers(graph: Graph, of_node: Sequence[int]) -> tuple[Readers, Readers]:
+    """By tensor, the nodes that read it, and the segments that do, by number. Found once for a graph, as long as it is
+    cut in the same way. of_node: by node, the segment that it is in."""
+    known = graph.found.get(("readers", ""))
+    if known is None or known[0] != of_node:
+        node_of = {node.name: number for number, node in enumerate(graph.nodes)}
+        nodes = {name: frozenset([node_of[node.name] for node, _ in uses]) for name, uses in graph.consumers.items()}
+        segments = {name: frozenset([of_node[n] for n in numbers]) for name, numbers in nodes.items()}
+        known = graph.found["readers", ""] = [*of_node], nodes, segments
+    return known[1], known[2]
 
 
 def _places_of_others(new: Sequence[object], old: Sequence[object]) -> list[int]:

@@ -16,7 +16,7 @@ from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
 from autopar.simulate.engine import LAST, Carried, Engine, Moment
 from autopar.simulate.facts import graph_facts
-from autopar.simulate.orders import Orders
+from autopar.simulate.orders import Orders, Unsupported
 from autopar.simulate.part_player import (
     FOLLOWING,
     PRECEDING,
@@ -24,7 +24,6 @@ from autopar.simulate.part_player import (
     PartPlayer,
     Root,
     RootBucket,
-    Unsupported,
 )
 from autopar.simulate.parts import (
     Arriving,
@@ -40,7 +39,7 @@ from autopar.simulate.parts import (
     ways_of,
 )
 from autopar.simulate.player import BEGUN, Meet, Pass, Played, Player, finished
-from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, OtherLane, PriceTable, Transmission
+from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, OtherLane, PriceTable, StoredPrice, Transmission
 from autopar.simulate.segments import Differences, Key, Segment, known_segments
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways
 
@@ -92,7 +91,7 @@ class Variants:
         self.graph, self.profile, self.is_stage = graph, profile, graph.ends is not None
         self._sums_early = sums_early
         facts = graph_facts(whole, profile.device_type)
-        self.segments = known_segments(graph, facts, frozenset(plan.recompute), is_cut)
+        self.segments = known_segments(graph, facts, frozenset(plan.recompute), is_cut, is_split)
         batched = {name: whole.tensors[name].shape[0] for name in batch_inputs(whole)}
         self.lowering = PartLowering(
             graph, plan, profile, per_node, facts, batched, prices, is_split, coordinates, others
@@ -112,9 +111,7 @@ class Variants:
         self._ways = Ways()
         self._joined: dict[tuple[PartPlayer, ...], Joined] = {}
         self._gathered: dict[Hashable, FirstGathers] = {}
-        self._moved = [0] * len(graph.stored)
-        self._workspace: list[tuple[int, int] | None] = [None] * len(graph.stored)
-        self._held = [0] * len(graph.stored)
+        self._stored_prices: list[StoredPrice] = [StoredPrice(0, 0, 0, (0, 0))] * len(graph.stored)
         self._updated = 0, 0
         self._named: dict[tuple[int, int], dict[str, str]] = {}
 
@@ -242,6 +239,8 @@ class Variants:
         return known
 
     def _join_regathering(self, parts: Sequence[Part], shares: Sequence[tuple[Share, ...]]) -> Joined:
+        if self.lowering.splits and len(parts) > 1:
+            raise Unsupported("the second part of a backward pass asks for all parameters when it begins")
         lent = self._lent(parts)
         following, preceding = _neighbours(parts)
         root_parts, root = self._root(parts)
@@ -456,27 +455,27 @@ class Variants:
         lowering, stored = self.lowering, self.graph.stored
         lowering.plan = plan
         for number in changed:
-            price, is_trained = lowering.stored_price(stored[number].tensor), stored[number].requires_grad
-            self._held[number] = price.stored_bytes + (price.state_bytes + STEP_COUNT_BYTES if is_trained else 0)
-            self._moved[number], self._workspace[number] = (
-                (price.moved_bytes, price.workspace) if is_trained else (0, None)
-            )
-        moved, most, before, count = sum(self._moved), 0, 0, 0
-        for workspace in self._workspace:
-            if workspace is not None:
-                most, before, count = max(most, before + workspace[0]), workspace[1], count + 1
-        self._updated = (lowering.optimizer_ns(moved, count), most) if moved else (0, most)
+            self._stored_prices[number] = lowering.stored_price(stored[number].tensor)
+        trained = [p for p, item in zip(self._stored_prices, stored, strict=True) if item.requires_grad]
+        moved, most, before = sum([price.moved_bytes for price in trained]), 0, 0
+        for taken, kept in [price.workspace for price in trained]:
+            most, before = max(most, before + taken), kept
+        self._updated = (lowering.optimizer_ns(moved, len(trained)) if moved else 0), most
 
     def resident_bytes(self, plan: StagePlan, parts: Sequence[Part]) -> int:
-        """Bytes that stay through the step; at least, where nothing is trained."""
-        self.optimizer(plan)
-        self._place_residents(plan, parts)
-        return sum(self._held) + sum([size for size, _ in self.lowering.other_residents()])
+        """Bytes that stay through the step."""
+        return sum([size for size, _ in self.residents(plan, parts)])
 
     def residents(self, plan: StagePlan, parts: Sequence[Part]) -> list[tuple[int, str]]:
         """Bytes that stay through the step, with their kinds."""
+        self.optimizer(plan)
         self._place_residents(plan, parts)
-        return self.lowering.residents()
+        held = self.lowering.other_residents()
+        for price, item in zip(self._stored_prices, self.graph.stored, strict=True):
+            held.append((price.stored_bytes, "parameters"))
+            if item.requires_grad and self.trains:
+                held.append((price.state_bytes + (STEP_COUNT_BYTES if price.state_bytes else 0), "optimizer"))
+        return held
 
     def _place_residents(self, plan: StagePlan, parts: Sequence[Part]) -> None:
         lowering, loss = self.lowering, self.graph.loss
