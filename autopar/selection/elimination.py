@@ -23,6 +23,8 @@ _MOST_WORK = 500_000_000
 SUMS_PER_S = 1_000_000_000
 """Of eliminations, in round numbers, so that what a time limit allows of them does not depend on the machine."""
 NO_WORK_LIMIT = 1 << 62
+_AT_ONCE = 1 << 15
+"""Sums held at a time: what a processor's nearest cache takes."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,9 @@ def _joined(unary: Int64Array, to_i: Int64Array, to_j: Int64Array) -> Int64Array
     """min_k unary[k] + to_i[k, a] + to_j[k, b] for each a and b."""
     left, of_i = _distinct_rows(np.minimum(unary[:, None] + to_i, INFINITE).T)
     right, of_j = _distinct_rows(to_j.T)
-    joined = np.stack([(right + row).min(axis=1) for row in left])
-    found: Int64Array = np.minimum(joined, INFINITE)[np.ix_(of_i, of_j)]
+    step = max(1, _AT_ONCE // max(1, right.size))
+    parts = [(left[begin : begin + step, None] + right).min(axis=2) for begin in range(0, len(left), step)]
+    found: Int64Array = np.minimum(np.concatenate(parts), INFINITE)[np.ix_(of_i, of_j)]
     return found
 
 

@@ -80,10 +80,11 @@ def substituted(
         unshared(graph), paths, representatives, rules, Pricer(profile, trains), alpha, pinned, limits
     )
     outcomes = search.outcomes(clock.part(SEARCHING))
-    best = search.candidate(search.worth_while([outcome.best for outcome in outcomes]))
-    apart = search.candidate([search.apart(twins) for twins in search.regions])
+    best = search.worth_while([outcome.best for outcome in outcomes])
+    apart = [search.apart(twins) for twins in search.regions]
+    changed = [search.candidate(found) for found in (apart, best) if any(own.matches for own in found)]
     given = GraphCandidate(graph, (), search.cost(search.plain))
-    found = {candidate.graph.fingerprint: candidate for candidate in (apart, best, given)}
+    found = {candidate.graph.fingerprint: candidate for candidate in (*changed, given)}
     candidates = tuple(sorted(found.values(), key=lambda item: item.cost_ns))
     seen, stops = sum(outcome.seen for outcome in outcomes), dict.fromkeys(outcome.stop for outcome in outcomes)
     return Substituted(candidates, given.cost_ns, clock.passed_s, seen, "; ".join(stops))

@@ -15,7 +15,7 @@ from autopar.ir.placement import Shape
 from autopar.substitute.defined import Values
 from autopar.substitute.fitting import Misfit, dim_of
 from autopar.substitute.rules.expressions import Guard, Symbol, parse_guard, solve, symbols
-from autopar.substitute.rules.terms import Apply, Attribute, Rule, Size, Sort, Term, Unknown, Variable
+from autopar.substitute.rules.terms import Apply, Attribute, Rule, Size, Sort, Term, Unknown, Variable, subterms
 
 COMMUTATIVE = frozenset({"add", "mul"})
 Binding = Mapping[str, Any]
@@ -44,9 +44,13 @@ class Matcher:
         self.rule, self.pinned = rule, pinned
         self.guards = [parse_guard(text) for text in rule.guards]
         self.is_symmetric = _is_symmetric(rule)
+        terms = (term for source in rule.source for term in subterms(source))
+        self.operators = frozenset(term.op for term in terms if isinstance(term, Apply))
 
     def matches(self, values: Values) -> Iterator[Match]:
         """Every match, in an order that follows from the values' order alone."""
+        if not self.operators <= values.by_op.keys():
+            return
         for roots, binding in self._roots(values, 0, (), {}):
             solved = solved_binding(self.guards, values, binding) if self._is_free(values, roots, binding) else None
             if solved is not None:
