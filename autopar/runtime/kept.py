@@ -12,6 +12,7 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from autopar.runtime.errors import ProgramError
 
@@ -98,3 +99,18 @@ class Contents:
                     "the rank's modules, and train_step is no call. Use hooks of parameters, or change what "
                     "train_step is given and returns"
                 )
+
+
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+"""Modules of torch that would spread a model over devices, as the program does already."""
+
+
+def _refuse_wrapper(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    if isinstance(submodule, Kept) and type(module).__name__ in _WRAPPERS:
+        raise ProgramError(
+            f"expected a rank by itself, found {type(module).__name__} around it: the program gathers parameters and "
+            "sums gradients itself, as its plan says; call rank.train_step"
+        )
+
+
+register_module_module_registration_hook(_refuse_wrapper)

@@ -149,6 +149,9 @@ def converted(rank: int, world: int) -> None:
     for act in refused:
         with pytest.raises(rt.ProgramError, match=r"expected parameters and buffers to stay torch\.float32 on cpu"):
             act()
+    for wrapper in (nn.DataParallel, nn.parallel.DistributedDataParallel):
+        with pytest.raises(rt.ProgramError, match=rf"expected a rank by itself, found {wrapper.__name__} around it"):
+            wrapper(part)
     assert part.float() is part.to("cpu") is part.cpu() is part
     assert part.train_step(HALF) == loss
     for parameter in part.parameters():
