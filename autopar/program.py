@@ -104,6 +104,3 @@ def model_state(model: nn.Module) -> dict[str, Any] | None:
     if not tensors or any(tensor.is_meta for tensor in tensors.values()):
         return None
     return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-__all__ = ["PlannedProgram", "load_source", "model_state"]

@@ -15,7 +15,8 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
+from typing import NamedTuple
 
 from autopar.cost import Profile
 from autopar.errors import InfeasibleError, MeshError, PlacementError, PlanError
@@ -29,7 +30,9 @@ from autopar.planning import DividedGraph, Place, divided
 from autopar.refusal import devices_hold_more
 from autopar.request import Request
 from autopar.simulate import Incremental, Timeline, predict
+from autopar.simulate.timeline import Lane
 from autopar.template import check_split
+from autopar.tunables import LESS_HELD, MORE_BUSY
 
 Rows = tuple[int, ...]
 """Of each kind of rank, in the order of the ranks: how many rows of a microbatch each rank gets."""
@@ -68,18 +71,20 @@ def moves(rows: Rows, ranks: Sequence[int], step: int) -> Iterator[Rows]:
             yield tuple(moved)
 
 
-def best_rows(start: Rows, ranks: Sequence[int], cost: Callable[[Rows], Cost]) -> Rows:
-    """Descends from a start by exchanges of rows between two kinds to where none helps.
+def best_rows(
+    start: Rows, ranks: Sequence[int], cost: Callable[[Rows], Cost],
+    may_help: Callable[[Rows, Rows], bool] = lambda best, rows: True,
+) -> Rows:  # fmt: skip
+    """Descends from a start by exchanges of rows between two kinds, in ever smaller steps, to where none helps.
 
-    Steps are of one exchange, twice as long after each that helped, half as long after each that did not: a start by
-    speed is near the end. Where memory decides, which speed knows nothing of, the first is an eighth of the rows.
+    may_help: whether rows may cost less than the best so far; what surely does not is not looked at.
     """
-    fits = cost(start)[0] == 0
-    best, step = start, 1 if fits else 1 << max(0, max(start).bit_length() - 3)
+    best, step = start, 1 << max(0, max(start).bit_length() - 3)
     while step:
-        found = min(moves(best, ranks, step), key=cost, default=best)
+        worth = (rows for rows in moves(best, ranks, step) if may_help(best, rows))
+        found = min(worth, key=cost, default=best)
         if cost(found) < cost(best):
-            best, step = found, 2 * step if fits else step
+            best = found
         else:
             step //= 2
     return best
@@ -226,23 +231,42 @@ class SharedBatch:
             raise self.refusals[0]
         best = min(drafts, key=self.cost) if split == "equal" else self._by_speed(drafts)
         timeline = self.timeline(best)
-        if any(self._over(timeline)):
+        if any(self.over(timeline)):
             raise self._does_not_fit(timeline)
         return self.part.with_traffic(replace(best, predicted=predict(timeline)))
 
     def _by_speed(self, drafts: Sequence[Plan]) -> Plan:
         """Of the drafts, that which is best with rows by the speed of computing, with the rows that are best for it."""
-        lanes = self.timeline(drafts[0]).lanes
-        speeds = [1 / max(1, lane.breakdown.compute_ns) for lane in lanes]
+        equal = self.timeline(drafts[0])
+        speeds = [1 / max(1, lane.breakdown.compute_ns) for lane in equal.lanes]
         start = near_rows(self.num_rows, self.counts, speeds)
         if start is None:
             raise PlanError(
                 f"expected a microbatch whose rows can be shared out over {self.mesh}, equally among those of a kind, "
                 f"found {self.num_rows} for {' + '.join(map(str, self.counts))} parts; take another batch size"
             )
-        cost = cache(lambda number, rows: self.cost(self._shared(drafts[number], rows)))
-        number = min(range(len(drafts)), key=lambda number: cost(number, start))
-        return self._shared(drafts[number], best_rows(start, self.counts, partial(cost, number)))
+        tried = min((_Descent(self, draft) for draft in drafts), key=lambda one: one.cost(start))
+        if tried.draft is drafts[0]:
+            tried.note(tuple(self.num_rows // sum(self.counts) for _ in self.counts), equal)
+        rows = best_rows(start, self.counts, tried.cost, tried.may_help)
+        if not self.are_even(tried.plan(rows)):
+            rows = min(self._even_near(tried, rows), key=tried.cost, default=rows)
+        return tried.plan(rows)
+
+    def are_even(self, plan: Plan) -> bool:
+        """Whether other axes cut each rank's rows evenly: otherwise most plans are refused, as no reshape keeps parts
+        whole that are not equal."""
+        try:
+            check_shares(self.part.graph, plan.stage, evenly_inside=True)
+        except PlacementError:
+            return False
+        return True
+
+    def _even_near(self, tried: _Descent, rows: Rows) -> list[Rows]:
+        """Rows that are cut evenly: those that were looked at, and those next to some others."""
+        near = near_rows(self.num_rows // self.inner, self.counts, rows) if self.num_rows % self.inner == 0 else None
+        every = [*tried.costs, *([tuple(self.inner * count for count in near)] if near is not None else [])]
+        return [own for own in every if self.are_even(tried.plan(own))]
 
     def cost(self, plan: Plan) -> Cost:
         """What a plan of one microbatch is compared by; the largest where something is cut that cannot be."""
@@ -251,7 +275,7 @@ class SharedBatch:
         except PlacementError:
             return sys.maxsize, sys.maxsize
         timeline = self.timeline(plan)
-        return sum(self._over(timeline)), timeline.step_time_ns
+        return sum(self.over(timeline)), timeline.step_time_ns
 
     def step_time_ns(self, plan: Plan, until_ns: float = math.inf) -> int:
         """What a plan of one microbatch takes; more than anything where something is cut that cannot be."""
@@ -267,7 +291,7 @@ class SharedBatch:
         places = (self.place(group, self.part) for group in self.mesh.groups)
         return min(sum(place.work_ns(place.shared_profile).values()) for place in places)
 
-    def _shared(self, draft: Plan, rows: Rows) -> Plan:
+    def shared(self, draft: Plan, rows: Rows) -> Plan:
         """The plan with so many rows for each rank of a kind."""
         unit = math.gcd(*rows)
         shares = [row // unit for row, count in zip(rows, self.counts, strict=True) for _ in range(count)]
@@ -282,7 +306,7 @@ class SharedBatch:
         """A plan of one microbatch on all devices, simulated."""
         return self._simulator.timeline(plan)
 
-    def _over(self, timeline: Timeline) -> list[int]:
+    def over(self, timeline: Timeline) -> list[int]:
         """By kind, the bytes beyond what a device can hold."""
         held = [(lane.peak_bytes, self.limits[self._kind(lane.ranks.start)]) for lane in timeline.lanes]
         return [max(0, peak - limit) for peak, limit in held]
@@ -297,3 +321,77 @@ class SharedBatch:
             if lane.peak_bytes > (limit := self.limits[self._kind(lane.ranks.start)])
         ]
         return devices_hold_more("shares of the batch", self.mesh, needs, "more microbatches, zero, recompute")
+
+
+# Rows ----------------------------------------
+
+
+class RowLoad(NamedTuple):
+    """What a rank of a kind has to do: the time of its own work and of what it sends to others of its kind, and its
+    peak."""
+
+    busy_ns: float
+    peak_bytes: float
+
+    def between(self, other: RowLoad, share: float) -> RowLoad:
+        """On the line through both: this one at 0, the other one at 1."""
+        return RowLoad(*(one + share * (two - one) for one, two in zip(self, other, strict=True)))
+
+
+def row_load(lane: Lane) -> RowLoad:
+    """As a lane was simulated. The first axis joins all kinds: what is sent over it is not a kind's own."""
+    own = lane.breakdown
+    sent = sum(sent.duration_ns for (axis, _), sent in lane.along.items() if axis > 0)
+    return RowLoad(own.compute_ns + own.recompute_ns + own.optimizer_ns + sent, lane.peak_bytes)
+
+
+@dataclass(eq=False)
+class _Descent:
+    """A draft with its rows shared out so and so: what was simulated, and what that lets expect of the rest."""
+
+    batch: SharedBatch
+    draft: Plan
+
+    def __post_init__(self) -> None:
+        self._loads: list[dict[int, RowLoad]] = [{} for _ in self.batch.kinds]  # of each kind, by a rank's rows
+        self.costs: dict[Rows, Cost] = {}
+        self.plan: Callable[[Rows], Plan] = cache(lambda rows: self.batch.shared(self.draft, rows))
+
+    def cost(self, rows: Rows) -> Cost:
+        """What so many rows cost, simulated once."""
+        if rows not in self.costs:
+            self.costs[rows] = self.batch.cost(self.plan(rows))
+            if self.costs[rows][1] < sys.maxsize:
+                self.note(rows, self.batch.timeline(self.plan(rows)))
+        return self.costs[rows]
+
+    def note(self, rows: Rows, timeline: Timeline) -> None:
+        """Takes what a rank of each kind does with so many rows."""
+        for own, count, lane in zip(self._loads, rows, timeline.lanes, strict=True):
+            own[count] = row_load(lane)
+
+    def may_help(self, best: Rows, rows: Rows) -> bool:
+        """Whether rows may cost less than the best so far, which was simulated.
+
+        Where something is over its memory: whether less would be. Else whether all fits, and the kind that is busiest
+        is less so: others wait for it wherever they meet.
+        """
+        if any(not own for own in self._loads):
+            return True
+        now, then = ([self._expected(*pair) for pair in enumerate(each)] for each in (best, rows))
+        peaks = zip(then, self.batch.limits, strict=True)
+        over = sum(max(0, LESS_HELD * load.peak_bytes - limit) for load, limit in peaks)
+        if self.costs[best][0]:
+            return over < self.costs[best][0]
+        return not over and max(one.busy_ns for one in then) < MORE_BUSY * max(one.busy_ns for one in now)
+
+    def _expected(self, kind: int, rows: int) -> RowLoad:
+        """On the line through the two nearest numbers of rows that were simulated; of one alone, in proportion, and
+        memory no less than that."""
+        known = self._loads[kind]
+        near = sorted(known, key=lambda count: abs(count - rows))[:2]
+        first = known[near[0]]
+        if len(near) > 1:
+            return first.between(known[near[1]], (rows - near[0]) / (near[1] - near[0]))
+        share = rows / near[0]
+        return RowLoad(share * first.busy_ns, min(share, 1) * first.peak_bytes)

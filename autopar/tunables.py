@@ -99,9 +99,15 @@ may be larger than need be; doubled, refusals take longer."""
 
 BALANCE_SHARE = 0.5
 """Of the budget, for shares of the batch where stages of one kind of device are looked for, too."""
-KINDS_SHARE = 0.8
+KINDS_SHARE = 0.65
 """Of the budget, until when stages of one kind each are looked for where plans are refined after that: whole models are
 simulated there, which takes all of its time. At 1, planning takes that much longer; halved, fewer axes are seen."""
+MORE_BUSY = 1.01
+"""Rows that are likely to make the busiest kind of device so many times as busy as it is are not simulated. At 1, what
+a line through two simulations misjudges is missed; at 1.1, twice as much is simulated."""
+LESS_HELD = 0.93
+"""A part of the peak that such a line says for rows: what fits with no more than that is simulated. At 1, rows that
+fit are missed, as peaks go by steps; at 0.85, more is simulated that does not fit."""
 LEAST_SEARCH_S = 1.0
 """What a search has at least, however long others took."""
 UNEQUAL_CHUNKS = 2

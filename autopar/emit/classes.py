@@ -38,6 +38,10 @@ class Made:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
 
+    def changed_from(self, first: Made) -> list[int]:
+        """Positions of the arguments that are others than those of a like block."""
+        return [p for p, (own, other) in enumerate(zip(self.inputs, first.inputs, strict=True)) if own != other]
+
 
 @dataclass
 class Classes:
@@ -482,30 +486,23 @@ class ClassWriter:
         first = items[0]
         assert isinstance(first, Region)
         container, _, index = first.path.rpartition(".")
-        count = 1
-        if (
-            first.home is not None
-            or index not in self.containers.get(container, [])[:1]
-            or not is_number(index)
-            or self.made[id(first)].name != "forward"
-        ):
+        if not self._may_loop(first) or not is_number(index) or index not in self.containers.get(container, [])[:1]:
             return 1
-        while count < len(items):
-            region, before = items[count], items[count - 1]
-            if not isinstance(region, Region) or not isinstance(before, Region) or region.home is not None:
+        count, before = 1, first
+        for region in items[1:]:
+            if not isinstance(region, Region) or region.path != f"{container}.{int(index) + count}":
                 break
-            if region.path != f"{container}.{int(index) + count}" or self.made[id(region)].name != "forward":
-                break
-            if not self._are_equal(region, first):
-                break
-            if not self._feeds(before, region, first):
+            if not (self._may_loop(region) and self._are_equal(region, first) and self._feeds(before, region, first)):
                 break
             if self._is_recomputed(region) and not self._is_recomputed(before):
                 break
-            count += 1
+            count, before = count + 1, region
         whole = len(self.containers[container]) == count
         behind = {*self.escaping, *outputs, *(value for item in items[count:] for value in self._reads(item))}
         return count if whole and self._only_last_escapes(items[:count], behind) else 1
+
+    def _may_loop(self, region: Region) -> bool:
+        return region.home is None and self.made[id(region)].name == "forward"
 
     def _reads(self, item: Statement | Region) -> Sequence[Value]:
         return self.made[id(item)].inputs if isinstance(item, Region) else item.reads
@@ -522,27 +519,20 @@ class ClassWriter:
         previous, own, start = self.made[id(before)], self.made[id(region)], self.made[id(first)]
         if len(own.outputs) != len(start.outputs) or len(own.inputs) != len(start.inputs):
             return False
-        changing = [p for p in range(len(own.inputs)) if own.inputs[p] != start.inputs[p]]
-        return [own.inputs[p] for p in changing] == list(previous.outputs)
+        return [own.inputs[p] for p in own.changed_from(start)] == list(previous.outputs)
 
     def _only_last_escapes(self, regions: list[Statement | Region], behind: set[Value]) -> bool:
         """Whether blocks leave nothing to what is `behind` them but what the last one makes."""
         blocks = [self.made[id(region)] for region in regions]
-        carried = [
-            p for p in range(len(blocks[0].inputs)) if len(blocks) > 1 and blocks[1].inputs[p] != blocks[0].inputs[p]
-        ]
-        same = all(
-            [p for p in range(len(b.inputs)) if b.inputs[p] != blocks[0].inputs[p]] == carried for b in blocks[1:]
-        )
+        carried = blocks[min(1, len(blocks) - 1)].changed_from(blocks[0])
+        same = all(block.changed_from(blocks[0]) == carried for block in blocks[1:])
         made = {value for block in blocks[:-1] for value in block.outputs}
         read_later = {value for block in blocks for p, value in enumerate(block.inputs) if p not in carried}
         return same and not made & read_later and len(carried) == len(blocks[0].outputs) and not made & behind
 
     def _loop(self, regions: list[Region], path: str, names: Names) -> list[str]:
         first, second, last = (self.made[id(r)] for r in (regions[0], regions[1], regions[-1]))
-        carried = [p for p in range(len(first.inputs)) if second.inputs[p] != first.inputs[p]]
-        lines = []
-        targets = []
+        carried, lines, targets = second.changed_from(first), [], []
         for position, value in zip(carried, last.outputs, strict=True):
             name = names.make(value, self.hint(value))
             targets.append(name)

@@ -89,6 +89,3 @@ class Names:
         self._taken.add(name)
         self._names[value] = name
         return name
-
-    def alias(self, value: Value, name: str) -> None:
-        self._names[value] = name

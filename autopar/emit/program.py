@@ -240,6 +240,3 @@ def _containers(module: Module) -> dict[str, list[str]]:
     for child in module.children.values():
         found.update(_containers(child))
     return found
-
-
-__all__ = ["emit"]

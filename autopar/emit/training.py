@@ -133,6 +133,3 @@ def script(plan: Plan) -> tuple[str, str]:
     """The name and the text of the script for a plan: train.py, or for inference evaluate.py."""
     name, text = ("train.py", _TRAIN) if plan.mode == "train" else ("evaluate.py", _EVALUATE)
     return name, text.format(world=plan.mesh.num_devices, shared=_SHARED)
-
-
-__all__ = ["script"]

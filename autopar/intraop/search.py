@@ -209,6 +209,3 @@ def _usage_alone(problem: Problem) -> Problem:
         edge_costs=[np.where(matrix >= NO_PATH_NS, INFINITE, 0) for matrix in problem.edge_costs],
         usage_limit=None,
     )
-
-
-__all__ = ["LeastMemory", "Placements", "costs_of", "kept_in", "prepare_placements"]

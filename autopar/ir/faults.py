@@ -151,6 +151,3 @@ def _source(stack: Any) -> str:
     path, number = lines[-1].removeprefix("File ").split(",")[:2]
     where = f"{path.strip(chr(34))}:{number.strip().removeprefix('line ')}"
     return f" at {where}: {linecache.getline(path.strip(chr(34)), int(number.split()[-1])).strip()}"
-
-
-__all__ = ["faults_told", "is_fault"]

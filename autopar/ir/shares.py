@@ -70,11 +70,14 @@ def check_axes_with_shares(plan: Plan) -> None:
         raise PlanError(f"expected shares on one axis, found {' and '.join(map(axis_text, axes))}")
 
 
-def check_shares(graph: Graph, stage: Stage) -> None:
-    """That shares cut only what they may, into whole parts. Raises PlacementError naming the tensor that is not so."""
+def check_shares(graph: Graph, stage: Stage, evenly_inside: bool = False) -> None:
+    """That shares cut only what they may, into whole parts. Raises PlacementError naming the tensor that is not so.
+
+    evenly_inside: and that other axes cut these parts evenly, as reshapes need.
+    """
     position = next((number for number, axis in enumerate(stage.axes) if axis.shares), None)
     if position is not None:
-        _check_cuts(graph, stage, position)
+        _check_cuts(graph, stage, position, evenly_inside)
 
 
 def _check_axis(axis: Axis) -> None:
@@ -87,7 +90,7 @@ def _check_axis(axis: Axis) -> None:
         )
 
 
-def _check_cuts(graph: Graph, stage: Stage, position: int) -> None:
+def _check_cuts(graph: Graph, stage: Stage, position: int, evenly_inside: bool) -> None:
     axis = stage.axes[position]
     for name, placement in _placements(graph, stage):
         type_ = placement[position]
@@ -99,8 +102,9 @@ def _check_cuts(graph: Graph, stage: Stage, position: int) -> None:
                 f"expected {name} to be used whole over axis {axis.name}, which has shares, found "
                 f"[{format_placement(placement)}]"
             )
-        outer = zip(placement[:position], stage.axes, strict=False)
-        slices = math.prod(other.size for outer_type, other in outer if outer_type == type_)
+        pairs = enumerate(zip(placement, stage.axes, strict=True))
+        others = (pair for number, pair in pairs if number < position or (evenly_inside and number > position))
+        slices = math.prod(other.size for other_type, other in others if other_type == type_)
         if shape[type_.dim] % (slices * axis.units):
             raise PlacementError(
                 f"expected dim {type_.dim} of {name} {list(shape)} to be a multiple of {slices * axis.units}, which "

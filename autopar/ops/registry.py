@@ -212,6 +212,3 @@ def _type(placement: Any) -> Type | None:
     if type(placement) is Shard or type(placement).__name__ == "_ShardingPlaceholder":
         return S(placement.dim)
     return None
-
-
-__all__ = ["knows", "overloads", "rules"]

@@ -417,6 +417,3 @@ def _row(template: Template, name: str) -> Tried:
     """What the report says of a template."""
     sizes = (size for size in (template.dp, template.tp) if size > 1)
     return Tried(mesh="x".join(map(str, sizes)), template=name, microbatches=template.microbatches)
-
-
-__all__ = ["Family", "Template", "template"]

@@ -148,6 +148,3 @@ def _joined(reports: Sequence[Refinement]) -> Refinement:
         moves=tuple(move for report in reports for move in report.moves),
         stop_reason="; ".join(dict.fromkeys(report.stop_reason for report in reports)),
     )  # fmt: skip
-
-
-__all__ = ["refined_apart"]

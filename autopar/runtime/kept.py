@@ -6,6 +6,7 @@ and would know nothing of that.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Self
 
@@ -38,11 +39,30 @@ class Kept(nn.Module):
             )
         return self
 
+    def train(self, mode: bool = True) -> Self:
+        """Keeps the mode that the model was in when it was planned; raises ProgramError for the other one.
+
+        Dropout, batch norm and whatever else follows the mode are written into the program.
+        """
+        if mode != self.training:
+            raise _other_mode(mode)
+        return self
+
+
+def _other_mode(mode: bool) -> ProgramError:
+    other, now = ("training", "evaluation") if mode else ("evaluation", "training")
+    call = "model.train()" if mode else "model.eval()"
+    return ProgramError(
+        f"expected to stay in {now} mode, for which the program was emitted, found a change to {other}. Plan "
+        f"another program after {call}, and move the weights with full_state_dict and load_full_state_dict"
+    )
+
 
 class Contents:
-    """The parameters, buffers and modules that a module and those inside it had at first."""
+    """The parameters, buffers and modules that a module and those inside it had at first, and the mode they were in."""
 
     def __init__(self, root: nn.Module) -> None:
+        self._training = root.training
         self._modules = dict(root.named_modules())
         self._held = [
             (path, held, dict(held))
@@ -55,16 +75,22 @@ class Contents:
         return [
             f"{path}.{name}".removeprefix(".")
             for path, held, first in self._held
+            if len(held) != len(first) or not all(map(operator.is_, held.values(), first.values()))
             for name in {**first, **held}
             if held.get(name) is not first.get(name)
         ]
 
-    def check_hooks(self, is_called: bool) -> None:
-        """Raises ProgramError for a hook that would not run. is_called: the root is, so that its forward hooks do."""
+    def check_use(self, is_called: bool) -> None:
+        """Raises ProgramError for a hook that would not run, or `training` that was set by hand.
+
+        is_called: the root is, so that its forward hooks run.
+        """
         for path, module in self._modules.items():
-            hooks = {**module._backward_hooks, **module._backward_pre_hooks}
+            if module.training != self._training:
+                raise _other_mode(module.training)
+            hooks = module._backward_hooks or module._backward_pre_hooks
             if path or not is_called:
-                hooks |= {**module._forward_hooks, **module._forward_pre_hooks}
+                hooks = hooks or module._forward_hooks or module._forward_pre_hooks
             for hook in hooks.values():
                 raise ProgramError(
                     f"expected no hook of {path or 'the rank'} that would not run, found "

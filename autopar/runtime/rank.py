@@ -95,20 +95,6 @@ class Rank(Kept):
             "rank.full_state_dict(), or use rt.save_checkpoint"
         )
 
-    def train(self, mode: bool = True) -> Rank:
-        """Keeps the mode that the model was in when it was planned; raises ProgramError for the other one.
-
-        Dropout, batch norm and whatever else follows the mode are written into the program.
-        """
-        if mode != self.training:
-            now, other = ("training", "evaluation") if self.training else ("evaluation", "training")
-            call = "model.eval()" if self.training else "model.train()"
-            raise ProgramError(
-                f"expected to stay in {now} mode, for which the program was emitted, found a change to {other}. Plan "
-                f"another program after {call}, and move the weights with full_state_dict and load_full_state_dict"
-            )
-        return self
-
     def compile(self, *args: Any, **options: Any) -> None:
         """Compiles the blocks in place, with the arguments of `torch.compile`; `torch.compile(rank)` does the same.
 
@@ -129,9 +115,7 @@ class Rank(Kept):
         added to those that they had before.
         """
         with torch.inference_mode(False), torch.enable_grad(), self._own_precision():
-            self._contents.check_hooks(is_called=False)
-            microbatches = self._prepare(inputs, named_inputs, local)
-            self._check_frozen()
+            microbatches = self._prepare(inputs, named_inputs, local, trains=True)
             for parameter in self._state.parameters.values():
                 parameter.begin_step()
             for part, parts in zip(self._locals, microbatches, strict=True):
@@ -159,7 +143,7 @@ class Rank(Kept):
         with torch.autocast(kind, enabled=False):
             yield
 
-    def _prepare(self, inputs: Any, named_inputs: Any, local: bool | Tensor) -> list[Microbatches]:
+    def _prepare(self, inputs: Any, named_inputs: Any, local: bool | Tensor, trains: bool) -> list[Microbatches]:
         """The local inputs of each microbatch, for each part of the program that runs here.
 
         A tensor given as `local` is the model's input of that name.
@@ -169,28 +153,38 @@ class Rank(Kept):
         compiler = taken_wrapper(self)
         if compiler is not None:
             self._compile(compiler)
-        self._check_own()
         inputs = [_plain(value) for value in inputs]
         values = by_name(self._declared, inputs, {name: _plain(value) for name, value in named_inputs.items()})
-        is_checked = self._checked_steps < agreement.CHECKED_STEPS
-        self._check_agreement(values, local)
-        # A shard of a wrong shape is one rank's alone: in later steps this rank refuses it by itself.
-        split = partial(self._split, values, local)
-        microbatches = agreement.together(split, self.num_ranks) if local and is_checked else split()
+        microbatches = self._checked(values, local, trains)
         for part in self._locals:
             part.refresh_buffers()
         randomness.begin_step()
         return microbatches
 
-    def _check_agreement(self, values: Mapping[str, Any], local: bool) -> None:
-        """In the first steps, that ranks are given the same; in the first, that they hold the same."""
-        if self._checked_steps < agreement.CHECKED_STEPS:
-            declared = self._declared
-            agreement.check_batch(values, local, None if issubclass(declared, Pipeline) else declared, self._mesh)
-        self._state.check_set()
+    def _checked(self, values: Mapping[str, Any], local: bool, trains: bool) -> list[Microbatches]:
+        """Refuses what is wrong here; in the first steps, what is on another rank, and what differs between ranks.
+
+        A stage has tensors that others lack, and a shard is one rank's. In later steps, a rank refuses these alone.
+        """
+        ready = partial(self._ready, values, local, trains)
+        if self._checked_steps >= agreement.CHECKED_STEPS:
+            return ready()
+        declared = self._declared
+        agreement.check_batch(values, local, None if issubclass(declared, Pipeline) else declared, self._mesh)
+        microbatches = agreement.together(ready, self.num_ranks)
         if not self._checked_steps:
             agreement.check_stored([*self._state.parameters.values(), *self._state.buffers.values()], self.num_ranks)
         self.__dict__["_checked_steps"] += 1
+        return microbatches
+
+    def _ready(self, values: Mapping[str, Any], local: bool, trains: bool) -> list[Microbatches]:
+        """The microbatches, where this rank may run them. Raises ProgramError."""
+        self._contents.check_use(is_called=not trains)
+        self._check_own()
+        self._state.check_set()
+        if trains:
+            self._check_frozen()
+        return self._split(values, local)
 
     @property
     def _declared(self) -> type[Program] | type[Pipeline]:
@@ -242,8 +236,7 @@ class Rank(Kept):
     def forward(self, *inputs: Tensor, local: bool = False, **named_inputs: Tensor) -> Any:
         """Runs the forward pass alone, without gradients, and returns what the program returns."""
         with self._own_precision():
-            self._contents.check_hooks(is_called=True)
-            microbatches = self._prepare(inputs, named_inputs, local)
+            microbatches = self._prepare(inputs, named_inputs, local, trains=False)
             for part, parts in zip(self._locals, microbatches, strict=True):
                 part.begin_step(parts)
             outputs = self._run(microbatches)
@@ -353,6 +346,7 @@ def _submodule(root: nn.Module, path: str) -> nn.Module:
         found = module._modules.get(name)
         if found is None:
             module._modules[name] = found = Kept()
+            found.training = root.training
         module = found
     return module
 

@@ -106,6 +106,3 @@ def _table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     head = "".join(f'<th style="{_CELL}">{heading}</th>' for heading in headings)
     body = "".join("<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in row) + "</tr>" for row in rows)
     return f'<table style="margin:6px 0;border-collapse:collapse;font:inherit"><tr>{head}</tr>{body}</table>'
-
-
-__all__ = ["card"]

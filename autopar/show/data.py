@@ -91,6 +91,3 @@ def _search(plan: Plan) -> Data:
 
 def _refinement(found: Refinement | None) -> Data | None:
     return None if found is None else asdict(found)
-
-
-__all__ = ["plan_data"]

@@ -224,6 +224,3 @@ def _no_match(plan: Plan, pattern: str) -> str:
 
 def _matches(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(pattern + ".") or fnmatchcase(name, pattern)
-
-
-__all__ = ["check_matches", "choices_of", "explain_text", "first_twin", "is_against_constraint", "node_twins"]

@@ -79,6 +79,3 @@ def microseconds(time_ns: int) -> float:
     """The time in microseconds, as the next float of which a thousandfold is not below it: what Perfetto cuts off."""
     value = time_ns / 1000
     return value if value * 1000 >= time_ns else math.nextafter(value, math.inf)
-
-
-__all__ = ["microseconds", "trace"]

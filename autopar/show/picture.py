@@ -93,6 +93,3 @@ def _lane(lane: Lane, placed: list[tuple[int, int, int]], step_time_ns: int, mos
         "exposed": dict(lane.exposed),
         "sent": [[axis, kind, *sent] for (axis, kind), sent in sorted(lane.along.items())],
     }
-
-
-__all__ = ["picture"]

@@ -75,6 +75,3 @@ def _hash(text: str) -> str:
 def _embedded(data: Any) -> str:
     """JSON that may stand in a script element: without "<", no text in it ends the element or begins a comment."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-
-
-__all__ = ["page", "write_report"]

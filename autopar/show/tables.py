@@ -91,6 +91,3 @@ def _table(title: str, *columns: str) -> Table:
     for name in columns:
         table.add_column(name, justify="right" if name in ("time", "bytes", "share") else "left")
     return table
-
-
-__all__ = ["breakdown_rows", "plan_tables", "tile_text", "tiles"]

@@ -467,18 +467,3 @@ def bytes_text(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count} B"
-
-
-__all__ = [
-    "ParameterRow",
-    "axes_text",
-    "bytes_text",
-    "diff_text",
-    "parameter_rows",
-    "plan_text",
-    "prediction_text",
-    "screen_rows",
-    "stage_blocks",
-    "time_text",
-    "used_placements",
-]

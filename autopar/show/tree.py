@@ -230,6 +230,3 @@ def _choice(plan: Plan, choice: Choice) -> Data:
         "num_options": choice.num_options,
         "alternatives": [[*item, is_against_constraint(plan, item)] for item in choice.alternatives],
     }
-
-
-__all__ = ["model_tree", "spans"]

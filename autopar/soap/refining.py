@@ -223,6 +223,3 @@ def option_text(option: Option) -> str:
     if isinstance(option, NodePlan):
         return strategy_text(option)
     return f"stored {storage_text(option)}" if isinstance(option, Storage) else bracketed((option,))
-
-
-__all__ = ["Budget", "Start", "refine", "refined_elsewhere"]

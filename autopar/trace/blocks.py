@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node, Stored, map_references
-from autopar.trace.runs import find_runs
+from autopar.trace.runs import find_runs, kind_of
 
 _CHILD = re.compile(r"(.*?\.|)(\d+)$")
 
@@ -140,14 +140,14 @@ def _signature(graph: Graph, path: str, nodes: list[Node], owned: Owned) -> tupl
     rows = []
     for node in nodes:
         args = map_references((node.args, node.kwargs), canonical)
-        operand_tensors = [_kind(graph, tensor) for tensor in node.operands]
+        operand_tensors = [kind_of(graph, tensor) for tensor in node.operands]
         for tensor in node.results:
             names[tensor] = f"inside {len(names)}"
             own.append(tensor)
         scopes = [
             (scope.removeprefix(path), kind) for scope, kind in node.scope.path if path and scope.startswith(path)
         ]
-        results = [None if t is None else _kind(graph, t) for t in node.outputs]
+        results = [None if t is None else kind_of(graph, t) for t in node.outputs]
         rows.append(repr((node.op, args, operand_tensors, results, scopes)))
     used_outside = [names[t] for t in own if t in names and _leaves(graph, t, nodes)]
     used_outside += [f"{name} = {names[t]}" for t in own if t in names for name in _updated(graph, t, path)]
@@ -172,11 +172,6 @@ def _asked(
         *((name, stored[name].name) if name in stored else (name,) for name in tensors),
     ]
     return tuple(frozenset(said for rule, said in rules if rule.matches(*own)) for own in names)
-
-
-def _kind(graph: Graph, tensor: str) -> tuple[Any, ...]:
-    value = graph.tensors[tensor]
-    return (value.shape, value.dtype, value.differentiable)
 
 
 def _leaves(graph: Graph, tensor: str, nodes: list[Node]) -> bool:

@@ -121,6 +121,3 @@ def _counts_in_place(batch: Sequence[int], counts: Sequence[Tensor]) -> bool:
     return all(
         shape == tuple(n if dim == place else 1 for dim, n in enumerate(batch)) for place, shape in enumerate(aligned)
     )
-
-
-__all__ = ["without_counting"]

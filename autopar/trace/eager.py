@@ -361,7 +361,3 @@ def _leaves(subject: Subject) -> dict[str, Tensor]:
     """The state without the hooks and history of the model's own tensors."""
     trained = {item.name for item in subject.graph.parameters if item.requires_grad}
     return {name: x.detach().requires_grad_(name in trained) for name, x in subject.state.items()}
-
-
-__all__ = ["Held", "Key", "Made", "NoLossError", "Subject", "call", "held", "in_step", "num_backward",
-           "random_state", "run_graph_steps", "run_model", "state_in_step", "updated"]  # fmt: skip

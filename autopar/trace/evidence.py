@@ -11,6 +11,7 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 
@@ -32,6 +34,32 @@ _SWITCHES = (
 )
 
 Row = tuple[Any, ...]
+
+
+class PathWatch(TorchFunctionMode):
+    """Sees calls of torch, and which module makes them: the path of that is the last of the stack."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.paths = {id(module): name for name, module in model.named_modules()}
+        self.stack = [""]
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """While inside, all is seen."""
+        hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
+        try:
+            with self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self.stack.append(self.paths.get(id(module), self.stack[-1]))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.stack.pop()
 
 
 class DiffersError(Exception):
@@ -149,7 +177,7 @@ class Follower(Recorder):
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         results, structure = _next_result(self.ahead())
-        found = {self._tensor(x): x for x in _tensors_in((args, kwargs))}
+        found = {self._tensor(x): x for x in tensors_in((args, kwargs))}
         made = [(name, looks) for _, name, looks in results if name not in found]
         if (
             not _holds_tensors_alone(structure)
@@ -196,14 +224,15 @@ def _built(structure: Any, tensors: Iterator[Tensor]) -> Any:
     return items if kind is list else kind(items)  # a tuple, or one of torch's with names, which take a sequence
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those in tuples, lists and dicts of any kind, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
     elif isinstance(value, dict):
-        yield from _tensors_in(tuple(value.values()))
+        yield from tensors_in(tuple(value.values()))
 
 
 def stand_in(like: Tensor, shape: Any, stride: Any, dtype: Any, device: Any, requires_grad: bool) -> Tensor:

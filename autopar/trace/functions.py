@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.errors import TraceError
 from autopar.ops.functions import import_error
-from autopar.trace.evidence import user_line
+from autopar.trace.evidence import tensors_in, user_line
 from autopar.trace.literals import UnwritableError, written
 from autopar.trace.markers import CALLED, Called, function
 from autopar.trace.settings import changed_setting
@@ -136,7 +136,7 @@ class _OutsideCall:
         """Which of the arguments its backward has a gradient for."""
         inputs = self._run(tracked)
         pairs = [(name, x) for name, x in inputs.items() if name in tracked]
-        results = [x for x in _tensors(self.output) if x.requires_grad]
+        results = [x for x in tensors_in(self.output) if x.requires_grad]
         if not pairs or not results:
             return set()
         if self.on_numbers:
@@ -178,7 +178,7 @@ class _OutsideCall:
         if [x._version for x in given] != versions:
             _refuse(self.cls, "expected it to leave its inputs alone, found one that it writes to", "Write to a clone")
         self.draws = watch.draws
-        if any(x.layout != torch.strided for x in _tensors(self.output)):
+        if any(x.layout != torch.strided for x in tensors_in(self.output)):
             _refuse(self.cls, "expected results in dense memory", "Return dense tensors")
         return others
 
@@ -206,7 +206,7 @@ class _OutsideCall:
         return _mapped(found, shape)
 
     def called(self, text: str) -> Called:
-        results = list(_tensors(self.output))
+        results = list(tensors_in(self.output))
         flags = tuple(x.requires_grad for x in results)
         looks = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in results)
         return Called(f"{self.cls.__module__}:{self.cls.__qualname__}", text, flags, self.draws, looks)
@@ -224,7 +224,7 @@ class _OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         if self.checks_reads and "lift_fresh" not in str(func):
-            for x in _tensors((args, tuple((kwargs or {}).values()))):
+            for x in tensors_in((args, tuple((kwargs or {}).values()))):
                 if id(x) not in self.known:
                     _refuse(
                         self.cls,
@@ -232,26 +232,16 @@ class _OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                         "Pass that tensor to apply, too",
                     )
         result = func(*args, **(kwargs or {}))
-        made = list(_tensors(result))
+        made = list(tensors_in(result))
         self.kept += made
         self.known.update(map(id, made))
         return result
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
-
-
 def _mapped(value: Any, new: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return new(value)
-    if next(_tensors(value), None) is None:
+    if next(tensors_in(value), None) is None:
         return value
     if isinstance(value, dict):
         return {key: _mapped(item, new) for key, item in value.items()}

@@ -163,7 +163,7 @@ def _subject(
 ) -> Subject:
     names, inputs = bind_inputs(model, real_inputs(example_inputs), loss_fn)
     if compute_dtype is not None:
-        whole, inputs = with_loss(model, loss_fn), cast_inputs(model, names, inputs, compute_dtype)
+        whole, inputs = with_loss(model, loss_fn), cast_inputs(inputs, compute_dtype)
         model, loss_fn = cast_copy(model, compute_dtype), cast_loss(loss_fn, compute_dtype)
         _widen(with_loss(model, loss_fn), whole, graph)
     return Subject(model, graph, *called(model, names, inputs, loss_fn), tuple(inputs), loss_fn)
@@ -346,6 +346,3 @@ def _numbers(item: _Difference) -> str:
     if item.model.numel() == 1 and item.graph.numel() == 1:
         return f": {item.model.item():.6g} by the model, {item.graph.item():.6g} by the graph"
     return f": they differ by {100 * distance(item.model, item.graph):.3g}% of the largest element"
-
-
-__all__ = ["held_against_eager"]

@@ -342,6 +342,3 @@ def _pieces(node: Node, arguments: dict[str, Any], length: int) -> list[tuple[in
         size = arguments["split_size"]
         sizes = [min(size, length - start) for start in range(0, length, size)]
     return [(sum(sizes[:place]), size) for place, size in enumerate(sizes)]
-
-
-__all__ = ["with_leading_batch"]

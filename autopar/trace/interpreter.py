@@ -66,6 +66,3 @@ def _last_reads(graph: Graph) -> dict[str, list[str]]:
         if name not in kept:
             dead.setdefault(node_name, []).append(name)
     return dead
-
-
-__all__ = ["run_graph"]

@@ -141,6 +141,3 @@ def _part(graph: fx.Graph, whole: fx.Node, parts: list[_Marker]) -> None:
         for node in (*marker.users, marker):
             if not node.users:
                 graph.erase_node(node)
-
-
-__all__ = ["decomposed_as_one"]

@@ -186,6 +186,3 @@ def _replaced(others: dict[Callable[..., Any], Callable[..., Any]]) -> Iterator[
     finally:
         for names, name, value in places:
             names[name] = value
-
-
-__all__ = ["MachineAnswers"]

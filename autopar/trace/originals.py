@@ -112,6 +112,3 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     return torch.equal(left, right) or bool(((left == right) | ((left != left) & (right != right))).all())
-
-
-__all__ = ["Originals", "same_bits"]

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from autopar.ir.graph import Node
 from autopar.trace.eager import Held, Key, Subject, call, in_step, run_model, state_in_step, updated
-from autopar.trace.evidence import place_of
+from autopar.trace.evidence import PathWatch, place_of
 from autopar.trace.interpreter import run_graph
 
 _NEAR = 1e-3  # of the largest element
@@ -35,11 +31,9 @@ class _SeenTensor:
         return self.module, f"{'/'.join(Path(self.line[0]).parts[-2:])}:{self.line[1]}"
 
 
-class _LineWatch(TorchFunctionMode):
+class _LineWatch(PathWatch):
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.paths = {id(module): name for name, module in model.named_modules()}
-        self.stack = [""]
+        super().__init__(model)
         self.seen: list[_SeenTensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,23 +45,6 @@ class _LineWatch(TorchFunctionMode):
                     if isinstance(x, Tensor) and getattr(func, "__name__", "") != "__get__":
                         self.seen.append(_SeenTensor(self.stack[-1], line, x))
         return result
-
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """Also knows which module runs."""
-        hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
-        try:
-            with self:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self.stack.append(self.paths.get(id(module), self.stack[-1]))
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.stack.pop()
 
 
 def first_parting(subject: Subject, kept: Held, key: Key) -> str:
@@ -152,6 +129,3 @@ def _of_name(subject: Subject, key: Key) -> str:
     line = line or next((n.source for n in reversed(subject.graph.nodes) if n.source), "an unknown line")
     kind = type(subject.model.get_submodule(path)).__name__ if not path.startswith("loss_fn") else "loss_fn"
     return f"It is in module {path or '(the model)'} ({kind}), read at {line}"
-
-
-__all__ = ["first_parting"]

@@ -46,7 +46,7 @@ def cast_loss(loss_fn: Any, dtype: torch.dtype) -> Any:
     return cast_copy(loss_fn, dtype) if isinstance(loss_fn, nn.Module) else loss_fn
 
 
-def cast_inputs(model: nn.Module, names: Sequence[str], inputs: Inputs, dtype: torch.dtype) -> Inputs:
+def cast_inputs(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     """The inputs as the cast model takes them; what forward does not take goes to the loss function as it is."""
     pairs = zip(inputs, inputs.of_loss(), strict=True)
     return inputs.filled([x.to(dtype) if x.is_floating_point() and not of_loss else x for x, of_loss in pairs])

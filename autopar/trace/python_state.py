@@ -25,13 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
 from autopar.ir.structure import RANDOM
-from autopar.trace.evidence import place_of
+from autopar.trace.evidence import PathWatch, place_of
 from autopar.trace.hidden import seen_stores
 from autopar.trace.machine import MachineAnswers
 from autopar.trace.snapshot import MISSING, Snapshot, StateChange
@@ -224,16 +223,14 @@ def _memory(x: Tensor) -> int:
         return id(x)
 
 
-class _ExpressionTape(TorchFunctionMode):
+class _ExpressionTape(PathWatch):
     """What forward computes: of each tensor the expression that makes it, down to inputs and what is stored.
 
     known: tensors that earlier calls made, by id, which a cache may hold: the same where they do not vary.
     """
 
     def __init__(self, target: nn.Module, known: dict[int, _MadeTensor]) -> None:
-        super().__init__()
-        self.paths = {id(module): name for name, module in target.named_modules()}
-        self.stack: list[str] = [""]
+        super().__init__(target)
         self.rows: list[tuple[int, str, Any]] = []  # expression, module path and place of each call
         self.known, self.own = known, dict[int, _MadeTensor]()
         self.written: dict[int, int] = {}  # what was written in place, by storage
@@ -295,22 +292,6 @@ class _ExpressionTape(TorchFunctionMode):
     def result(self, output: Any, stored: list[Tensor]) -> Any:
         """All that a call leaves behind: what it returns, and what it wrote to what is stored."""
         return [self._value(x) for x in pytree.tree_leaves(output)], [self.written.get(_memory(x), 0) for x in stored]
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
-        try:
-            with self:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self.stack.append(self.paths.get(id(module), self.stack[-1]))
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.stack.pop()
 
 
 def _check_again(before: Snapshot, changes: list[StateChange], machine: MachineAnswers, call: _ShapeCall) -> None:
@@ -394,7 +375,7 @@ class _ShapeCall:
             if isinstance(x, Tensor):
                 tape.name(x, name, not isinstance(name, str) or name in self.trained)
         try:
-            with self.mode, tape.running():
+            with self.mode, tape.following():
                 output = torch.func.functional_call(self.target, self.stored, *self.given)
         except Exception as error:
             raise _ShapesAloneError from error
@@ -436,6 +417,3 @@ def _short(value: Any) -> str:
     text = "nothing" if value is MISSING else repr(value)
     text = f"tensor{list(value.shape)}" if isinstance(value, Tensor) else text
     return text if len(text) <= 30 else f"{text[:27]}…"
-
-
-__all__ = ["same_each_time"]

@@ -400,6 +400,3 @@ def rows_kept() -> Iterator[None]:
             delattr(Tensor, name)
         for name, function in functions.items():
             setattr(torch, name, function)
-
-
-__all__ = ["MaskedRows", "rows_kept"]

@@ -64,13 +64,14 @@ def _codes(graph: Graph, nodes: Sequence[Node]) -> Codes:
                 return f"{here - position[maker.name]} back {maker.results.index(name)}"
             return f"{'stored' if name in graph.stored_by_tensor else 'input'}"
 
-        kinds = [None if name is None else _kind(graph, name) for name in (*node.operands, *node.outputs)]
+        kinds = [None if name is None else kind_of(graph, name) for name in (*node.operands, *node.outputs)]
         args = map_references((node.args, node.kwargs), place)
         return numbers.setdefault((str(node.op), repr(args), tuple(kinds)), len(numbers))
 
     return np.array([code(node) for node in nodes], dtype=np.int64)
 
 
-def _kind(graph: Graph, tensor: str) -> tuple[Any, ...]:
+def kind_of(graph: Graph, tensor: str) -> tuple[Any, ...]:
+    """All of a tensor in which like blocks are alike."""
     value = graph.tensors[tensor]
     return (value.shape, value.dtype, value.differentiable)

@@ -443,6 +443,3 @@ def _same(before: Any, after: Any) -> bool:
     if isinstance(before, (tuple, list)):
         return len(before) == len(after) and all(map(_same, before, after))
     return isinstance(before, (*_PLAIN, set, frozenset)) and (before == after or repr(before) == repr(after))
-
-
-__all__ = ["MISSING", "Snapshot", "StateChange"]

@@ -67,7 +67,7 @@ def trace(
     with all_on_meta(whole):
         if compute_dtype is not None:
             traced, loss = cast_copy(model, compute_dtype), cast_loss(loss_fn, compute_dtype)
-            given = cast_inputs(model, names, inputs, compute_dtype)
+            given = cast_inputs(inputs, compute_dtype)
         hooks = parameter_hooks(whole) if mode == "train" else {}
         program, paths = export(traced, names, given, loss, mode, fewest, hooks)
         prefix = "model." if loss_fn is not None or is_wrapped(model) else ""

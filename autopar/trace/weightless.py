@@ -64,6 +64,3 @@ def _put_on_meta(model: nn.Module) -> None:
                     moved[id(own)] = nn.Parameter(own.detach().to("meta"), requires_grad=own.requires_grad)
                     moved[id(own)].__dict__.update(own.__dict__)
                 module._parameters[name] = moved[id(own)]
-
-
-__all__ = ["built_on_meta"]

@@ -141,15 +141,3 @@ def _fewest(plan: Plan, choices: Sequence[Modules], rescore: Callable[[Plan, Mod
         else:
             low = middle + 1
     return best
-
-
-__all__ = [
-    "KINDS",
-    "Groups",
-    "Modules",
-    "Recomputable",
-    "fit_with_recomputation",
-    "joined",
-    "pinned_modules",
-    "recomputable",
-]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
 from autopar.ir.mesh import MAX_AXES, Mesh, coordinates, logical_meshes, make_axes, ranks_within_node
@@ -20,6 +22,23 @@ def test_sizes() -> None:
     assert (mesh.num_devices, mesh.nodes, mesh.devices_per_node) == (32, 8, 4)
     assert Mesh.parse("cpu:4") == Mesh("cpu", devices_per_node=4)
     assert mesh.is_homogeneous and mesh.profile == "h100"
+
+
+@pytest.mark.parametrize(("size", "local", "per_node", "found"), [
+    (8, None, None, "cpu:1x8"), (8, "4", None, "cpu:2x4"), (8, "4", 2, "cpu:4x2"), (6, "4", None, None),
+])  # fmt: skip
+def test_the_mesh_of_a_running_program(
+    size: int, local: str | None, per_node: int | None, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    running = DeviceMesh("cpu", torch.arange(size).reshape(2, -1), _init_backend=False, _rank=0)
+    if found is None:
+        with pytest.raises(MeshError, match="expected full nodes, found 6 devices with 4 a node"):
+            Mesh.from_device_mesh(running, per_node)
+    else:
+        assert str(Mesh.from_device_mesh(running, per_node)) == found
 
 
 @pytest.mark.parametrize("text", ["", ":4", "cpu:x", "cpu:2x2x2", "cpu:-1", "cpu:0"])

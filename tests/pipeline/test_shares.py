@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.cost import Profile
-from autopar.errors import InfeasibleError, MeshError, PlanError
+from autopar.errors import InfeasibleError, MeshError, PlacementError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import make_axes
 from autopar.ir.plan import Plan
@@ -178,6 +178,18 @@ def test_a_rank_gets_no_more_rows_than_its_memory_holds() -> None:
     assert tight.lanes[0].peak_bytes <= limit < peak
     with pytest.raises(InfeasibleError):
         shared(with_memory("a100", limit // 50))
+
+
+def test_rows_that_other_axes_cut_in_unequal_parts_are_passed_over() -> None:
+    """25 of 32 rows over two ranks: no reshape keeps such parts whole, so that the verifier refused what was best."""
+    part = divided(graph(), find_blocks(graph()), 1)
+    batch = SharedBatch(part, make_axes(("x", "y"), (2, 2)), REQUEST, profiles_of(MESH))
+    draft = next(draft for draft in batch.drafts() if all(len({*types}) == 1 for types in draft.stage.inputs.values()))
+    odd, even = batch.shared(draft, (25, 7)), batch.shared(draft, (26, 6))
+    assert not batch.are_even(odd) and batch.are_even(even)
+    with pytest.raises(PlacementError, match="in 64 slices does not reshape"):
+        check_plan(graph(), odd)
+    check_plan(graph(), batch.plan("speed"))
 
 
 def test_the_better_of_shares_and_stages_is_found() -> None:

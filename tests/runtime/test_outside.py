@@ -165,6 +165,17 @@ def test_conversions_are_refused_before_anything_is_converted(rank_pool: Callabl
     rank_pool(2).run(converted)
 
 
+def test_modules_inside_stay_in_the_mode_that_was_planned_for() -> None:
+    part = alone()
+    inner = part.get_submodule("inner")
+    assert inner.train() is inner
+    with pytest.raises(rt.ProgramError, match=r"expected to stay in training mode.*after model\.eval\(\)"):
+        inner.eval()
+    inner.training = False
+    with pytest.raises(rt.ProgramError, match="found a change to evaluation"):
+        part.train_step(torch.ones(4))
+
+
 def _grow(*seen: object) -> None:
     raise AssertionError("it ran")
 

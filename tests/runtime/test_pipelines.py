@@ -88,6 +88,40 @@ def test_shards_gradients_and_tied_parameters() -> None:
         assert united["head.weight"].eq(1).all() and united["final_norm.weight"].eq(2).all()
 
 
+def wrong_stage_job(rank: int, world: int, source: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
+    from autopar import runtime as rt
+
+    found = []
+    for change in ("unfrozen", "replaced", "unset"):
+        built = rt.build(load_source(source).Program)
+        if change != "unset":
+            built.init_from(state, broadcast=False)
+        if change == "unfrozen":
+            for parameter in built.parameters():
+                parameter.requires_grad_(True)
+        elif change == "replaced" and "final_norm" in dict(built.named_children()):
+            built.final_norm = torch.nn.LayerNorm(4)
+        with pytest.raises(rt.ProgramError) as refusal:
+            built.train_step(**batch)
+        found.append(str(refusal.value))
+    return found
+
+
+@pytest.mark.ranks
+def test_what_one_stage_alone_refuses_ends_the_first_step_of_all() -> None:
+    model, batch = build()
+    model.final_norm.requires_grad_(False)
+    model.final_norm.register_buffer("scale", torch.ones(4))
+    model.final_norm.register_forward_hook(lambda module, args, output: output * module.scale[0])
+    plan = autopar.template_plan(model, MESH, batch, pp=2, microbatches=2)
+    program = autopar.parallelize(model, MESH, batch, plan=plan)
+    first, second = pool(2).run(wrong_stage_job, program.source, dict(model.state_dict()), batch)
+    assert first == [f"rank 1 refused: {text}" for text in second]
+    assert "expected final_norm.weight to need no gradient" in second[0]
+    assert "found others in the places of final_norm" in second[1]
+    assert "expected values of the buffers final_norm.scale" in second[2]
+
+
 def wrong_inputs_job(rank: int, world: int, source: str, batch: dict[str, Tensor]) -> Any:
     from autopar import runtime as rt
 
