@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
+from autopar.selection.bounding import bounded
 from autopar.selection.elimination import SUMS_PER_S
 from autopar.selection.evaluator import evaluate
 from autopar.selection.exact import SMALL_ENTRIES, ExactOutcome, search_exactly
@@ -69,7 +70,7 @@ def _search(
     """Returns what was found, and by which search."""
     outcome = _without_rows(network, seed)
     if outcome.complete:
-        return outcome, "bucket elimination and toulbar2"
+        return outcome, f"bucket elimination and {'toulbar2' if _has_small_core(network) else 'arc consistency'}"
     if network.num_entries <= SMALL_ENTRIES:
         outcome = search_exactly(network, started + _EXACT_SHARE * time_limit_s, seed)
         if outcome.complete:
@@ -77,17 +78,24 @@ def _search(
     return search_hard(network, outcome, started + time_limit_s, seed, gap_limit), "prices and neighbourhoods"
 
 
-def _without_rows(network: Network, seed: int) -> ExactOutcome:
-    """The optimum without memory rows, where elimination leaves little to search: often it fits, and is the optimum.
+def _has_small_core(network: Network) -> bool:
+    return network.core.num_entries <= SMALL_ENTRIES
 
-    Where more is left, `search_hard` begins with it.
+
+def _without_rows(network: Network, seed: int) -> ExactOutcome:
+    """The optimum without memory rows, as far as little effort finds it: often it fits, and is the optimum.
+
+    Where it does not, or more is left to search, `search_hard` begins with it.
     """
-    if network.core.num_entries > SMALL_ENTRIES:
-        return ExactOutcome(None, INFINITE, 0)
-    result = minimise_here(network, (), INFINITE, _CORE_BACKTRACKS, seed)
-    if result["choice"] is None or Usage(network).violated_times(result["choice"], 1):
-        return ExactOutcome(None, INFINITE, result["lower_bound"])
-    return ExactOutcome(result["choice"], network.cost(result["choice"]), result["lower_bound"])
+    if _has_small_core(network):
+        result = minimise_here(network, (), INFINITE, _CORE_BACKTRACKS, seed)
+        choice, bound = result["choice"], result["lower_bound"]
+    else:
+        found = bounded(network.core)
+        choice, bound = network.core.expand(found.values) if found.cost < INFINITE else None, found.lower_bound
+    if choice is None or Usage(network).violated_times(choice, 1):
+        return ExactOutcome(None, INFINITE, bound)
+    return ExactOutcome(choice, network.cost(choice), bound)
 
 
 def _stop_reason(cost: int, lower_bound: int, gap_limit: float) -> str:
