@@ -29,6 +29,7 @@ _DOING = {
     "trace": "tracing the model", "substitute": "looking for equal graphs",
     "passes.rewrite": "looking for equal graphs", "rewrites": "looking for equal graphs",
     "passes.template": "looking at templates", "families": "looking at templates",
+    "passes.place": "choosing placements", "places": "choosing placements",
     "passes.stage": "choosing stages", "passes.kinds": "choosing stages", "passes.balance": "sharing rows",
     "passes.branch": "placing branches", "passes.refine": "refining",
     "ops": "applying the operators' rules", "intraop": "choosing placements", "interop": "cutting stages",
