@@ -33,12 +33,13 @@ from autopar.passes.keep import keep
 from autopar.passes.kinds import kinds
 from autopar.passes.place import place
 from autopar.passes.refine import refine
-from autopar.passes.rewrite import graph_of, rewrite
+from autopar.passes.rewrite import rewrite
 from autopar.passes.stage import stage
 from autopar.passes.template import template
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Passes, Report
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
+from autopar.rewrites import graph_of
 from autopar.simulate import Timeline
 from autopar.step import simulated_step, with_simulator
 from autopar.template import template_axes, template_ranks

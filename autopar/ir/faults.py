@@ -27,8 +27,11 @@ _TOOLS = {*_PYTHON, "torch", "numpy", "networkx", "ortools", "jsonschema", "refe
 """What raises for whoever calls it: an error from there is a fault of its caller."""
 _DOING = {
     "trace": "tracing the model", "substitute": "looking for equal graphs",
-    "passes.rewrite": "looking for equal graphs", "passes.stage": "choosing stages", "passes.kinds": "choosing stages",
-    "passes.balance": "sharing rows", "passes.branch": "placing branches", "passes.refine": "refining",
+    "passes.rewrite": "looking for equal graphs", "rewrites": "looking for equal graphs",
+    "passes.template": "looking at templates", "families": "looking at templates",
+    "passes.place": "choosing placements", "places": "choosing placements",
+    "passes.stage": "choosing stages", "passes.kinds": "choosing stages", "passes.balance": "sharing rows",
+    "passes.branch": "placing branches", "passes.refine": "refining",
     "ops": "applying the operators' rules", "intraop": "choosing placements", "interop": "cutting stages",
     "staging": "cutting stages", "staged": "choosing stages", "unequal": "choosing stages", "shares": "sharing rows",
     "zero": "choosing what is stored whole and computed again", "branches": "placing branches", "soap": "refining",

@@ -1,30 +1,18 @@
 """balance: an open graph on unequal devices → plans in which they share each batch, by speed within their memory.
 
-All devices are one stage (`autopar.shares`), on axes of which the first cuts samples, in as few microbatches as fit, or
-twice as many as long as that is faster. Blocks are computed again where nothing fits otherwise.
+All devices are one stage, on axes of which the first cuts samples: `autopar.shares`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.clock import Clock
 from autopar.driver import Candidate, Context, Front, of_plan
-from autopar.errors import AutoparError, InfeasibleError, PlacementError, PlanError
-from autopar.interop.submeshes import logical_shapes
-from autopar.ir.graph import Graph
-from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
-from autopar.ir.outline import Outline, sizes_text
-from autopar.ir.plan import Plan, SearchReport
-from autopar.ir.tried import Tried
-from autopar.planning import divided, microbatch_counts
-from autopar.progress import Report, reporting
-from autopar.shares import SharedBatch
-from autopar.template import template_recompute
-from autopar.tunables import BALANCE_SHARE, FEW_DEVICES, LEAST_SEARCH_S
+from autopar.ir.outline import Outline
+from autopar.shares import ShareSearch, shared_in
+from autopar.tunables import BALANCE_SHARE
 
 
 def balance(front: Front, context: Context) -> Iterator[Candidate]:
@@ -38,7 +26,12 @@ def balance(front: Front, context: Context) -> Iterator[Candidate]:
             yield from context.near(asked, partial(_near, asked, asked.outline, front, context))
             continue
         share = 1.0 if pinned else BALANCE_SHARE
-        search = _ShareSearch(asked, context, Clock.of(share * context.asked_of(asked).budget.seconds))
+        request = context.asked_of(asked)
+        clock = Clock.of(share * request.budget.seconds)
+        search = ShareSearch(
+            asked.graph, context.blocks(asked.graph), request, context.profiles, clock, context.noting(asked),
+            context.progress,
+        )  # fmt: skip
         for outline, plan in search.run():
             yield of_plan(asked, outline, plan, partial(search.reported, outline, plan))
         front.spent_s[asked] = search.clock.passed_s
@@ -46,108 +39,6 @@ def balance(front: Front, context: Context) -> Iterator[Candidate]:
 
 def _near(asked: Candidate, outline: Outline, front: Front, context: Context) -> Iterator[Candidate]:
     """The best plan of an equal graph on the axes of an outline. Raises InfeasibleError where none fits."""
-    part = divided(asked.graph, context.blocks(asked.graph), outline.microbatches)
-    batch = SharedBatch(part, outline.axes, context.nearby(front), context.profiles)
-    plan = batch.plan("speed")
-    yield of_plan(asked, outline, plan, partial(_reported, batch, plan, "near the best plan of the model's own graph"))
-
-
-Found = tuple[Outline, Plan]
-
-
-@dataclass(eq=False)
-class _ShareSearch:
-    """What was tried on which axes, and why the rest was refused."""
-
-    asked: Candidate
-    context: Context
-    clock: Clock
-
-    def __post_init__(self) -> None:
-        self.graph: Graph = self.asked.graph
-        self.blocks, self.request = self.context.blocks(self.graph), self.context.asked_of(self.asked)
-        self.shapes = shared_axes(self.request.mesh)
-        self.paths = tuple(path for group in self.blocks.paths for path in group)
-        self.num_tried = 0
-        self.refusals: list[AutoparError] = []
-
-    def run(self) -> Iterator[Found]:
-        """Plans that fit. Raises InfeasibleError when none does."""
-        counts = [*microbatch_counts(self.graph, self.request)]
-        for recompute in ("none",) if self.request.mode != "train" else ("none", "full"):
-            best_ns: int | None = None
-            for count in counts:
-                if best_ns is not None and self.clock.is_over:
-                    break
-                found = [*self._in(count, recompute)]
-                yield from found
-                least_ns = min((plan.predicted.step_time_ns for _, plan in found), default=None)
-                if best_ns is not None and (least_ns is None or least_ns >= best_ns):
-                    break
-                best_ns = least_ns
-            if best_ns is not None:
-                return
-        if not self.refusals:
-            raise PlanError(f"expected several devices to share a batch, found {self.request.mesh}")
-        raise self.refusals[0]
-
-    def _in(self, microbatches: int, recompute: str) -> Iterator[Found]:
-        """Plans in so many microbatches, over all axes."""
-        with reporting(self.context.progress, len(self.shapes)) as report:
-            for axes in self.shapes:
-                plan = self._tried(axes, microbatches, recompute, report)
-                if plan is not None:
-                    yield Outline((axes,), microbatches), plan
-
-    def _tried(self, axes: LogicalMesh, microbatches: int, recompute: str, report: Report) -> Plan | None:
-        """The plan on these axes; None where there is none."""
-        text = f"shares over {sizes_text(axes)} in {microbatches} microbatches"
-        text += "" if recompute == "none" else f", recompute {recompute}"
-        note, self.num_tried = self.context.noting(self.asked), self.num_tried + 1
-        try:
-            plan = self._planned(axes, microbatches, recompute)
-        except (InfeasibleError, PlacementError, PlanError) as error:
-            self.refusals.append(error)
-            note(Tried(setting=text, infeasible=str(error)))
-            report(f"{text}: {error}")
-            return None
-        note(Tried(setting=text, step_time_ns=plan.predicted.step_time_ns))
-        report(f"{text}: {plan.predicted.step_time_ns / 1e6:.3f} ms")
-        return plan
-
-    def _planned(self, axes: LogicalMesh, microbatches: int, recompute: str) -> Plan:
-        seconds = max(LEAST_SEARCH_S, self.clock.left_s) / len(self.shapes)
-        request = self.request.recomputing(template_recompute(self.graph, self.paths, recompute))
-        request = replace(request, budget=replace(request.budget, seconds=seconds))
-        part = divided(self.graph, self.blocks, microbatches)
-        return SharedBatch(part, axes, request, self.context.profiles).plan("speed")
-
-    def reported(self, outline: Outline, plan: Plan) -> Plan:
-        """The plan with how it was found."""
-        part = divided(self.graph, self.blocks, outline.microbatches)
-        batch = SharedBatch(part, outline.axes, self.request, self.context.profiles)
-        why = f"no exchange of rows is faster, after {self.num_tried} settings"
-        return _reported(batch, replace(plan, search=replace(plan.search, seconds=round(self.clock.passed_s, 3))), why)
-
-
-def _reported(batch: SharedBatch, plan: Plan, why: str) -> Plan:
-    """The plan with how it was found."""
-    report = SearchReport(
-        method="shares of the batch by speed, descent over rows, intra-op ILP",
-        cost_ns=plan.predicted.step_time_ns,
-        lower_bound_ns=batch.least_step_ns,
-        stop_reason=why,
-        seconds=plan.search.seconds,
-        seed=batch.request.budget.seed,
-    )
-    return replace(plan, search=report)
-
-
-def shared_axes(mesh: Mesh) -> list[LogicalMesh]:
-    """Samples over the first axis; alone, or with others inside of each node: one more, or two of few devices."""
-    most, inner = mesh.num_devices, math.gcd(*(group.devices_per_node for group in mesh.groups))
-    sizes = [size for size in range(1, inner + 1) if inner % size == 0 and most // size > 1]
-    every = [axes for size in sizes for axes in logical_shapes(size, size)]
-    shapes = [(most // math.prod(own), *own) for own in ([axis.size for axis in axes] for axes in every)]
-    shapes = [shape for shape in shapes if len(shape) < 3 or (most <= FEW_DEVICES and shape[1] <= shape[2])]
-    return [make_axes(("d0", "d1", "d2")[: len(shape)], shape) for shape in shapes]
+    blocks, request = context.blocks(asked.graph), context.nearby(front)
+    plan, made = shared_in(asked.graph, blocks, outline, request, context.profiles)
+    yield of_plan(asked, outline, plan, made)

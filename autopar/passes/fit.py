@@ -7,7 +7,7 @@ from functools import partial
 
 from autopar.driver import Candidate, Context, Front, of_plan
 from autopar.errors import InfeasibleError
-from autopar.passes.place import PlaceSearch
+from autopar.places import PlaceSearch
 from autopar.planning import fit_or_refuse_over
 
 

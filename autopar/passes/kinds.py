@@ -1,32 +1,19 @@
 """kinds: an open graph on unequal devices → plans in stages of one kind of device each, blocks shared out by speed.
 
-What is searched: the axes of each kind's stages, the number of microbatches, what is recomputed, the schedule
-(`autopar.unequal`). From the best of equal axes down: one of these is changed while that is faster, the schedule
-once nothing else is. Placements do not depend on it, so that another one is a simulation more, no solve.
+What is searched, and how, is in `autopar.unequal`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from collections.abc import Iterator
+from functools import partial
 
 from autopar.clock import Clock
 from autopar.driver import Candidate, Context, Front, of_plan, outline_of
-from autopar.errors import InfeasibleError, PlanError
-from autopar.ir.mesh import DeviceGroup, LogicalMesh, Mesh, logical_meshes
-from autopar.ir.outline import Outline, sizes_text
-from autopar.ir.plan import Plan, SearchReport
-from autopar.ir.schedule import PLAIN, SCHEDULES
-from autopar.ir.stages import check_schedule
-from autopar.ir.tried import Tried
-from autopar.microbatch import divisible
-from autopar.planning import divided
-from autopar.progress import Report, reporting
-from autopar.template import template_recompute
-from autopar.tunables import KINDS_SHARE, LEAST_SEARCH_S, MOST_A_STAGE, UNEQUAL_CHUNKS
-from autopar.unequal import UnequalStages
+from autopar.ir.outline import Outline
+from autopar.progress import reporting
+from autopar.tunables import KINDS_SHARE, LEAST_SEARCH_S
+from autopar.unequal import UnequalSearch, unequal_in
 
 
 def kinds(front: Front, context: Context) -> Iterator[Candidate]:
@@ -41,7 +28,10 @@ def kinds(front: Front, context: Context) -> Iterator[Candidate]:
         budget = context.asked_of(asked).budget
         share = KINDS_SHARE if budget.proposals else 1.0
         left = share * budget.seconds - front.spent_s.get(asked, 0.0)
-        search = _UnequalSearch(asked, context, Clock.of(max(LEAST_SEARCH_S, left)))
+        search = UnequalSearch(
+            asked.graph, context.blocks(asked.graph), context.request, context.profiles,
+            Clock.of(max(LEAST_SEARCH_S, left)), context.noting(asked),
+        )  # fmt: skip
         with reporting(context.progress, len(search.shapes) * max(map(len, search.shapes.values()))) as report:
             found = search.run(report)
         for setting, plan in found:
@@ -51,170 +41,6 @@ def kinds(front: Front, context: Context) -> Iterator[Candidate]:
 def _near(asked: Candidate, outline: Outline, front: Front, context: Context) -> Iterator[Candidate]:
     """The best plan of an equal graph, each kind's stages on the axes of an outline. Raises InfeasibleError where none
     fits."""
-    part = divided(asked.graph, context.blocks(asked.graph), outline.microbatches)
-    axes = {group.profile: outline.axes for group in context.request.mesh.groups}
-    paths = [path for group in part.blocks.paths for path in group]
-    stages = UnequalStages(part, axes, 1, PLAIN, paths, context.nearby(front), context.profiles)
-    plan = stages.plan("speed")
-    why = "near the best plan of the model's own graph"
-    yield of_plan(asked, outline_of(plan), plan, partial(_reported, stages, plan, why))
-
-
-@dataclass(frozen=True)
-class _UnequalSetting:
-    """The axes of each kind's stages, the number of microbatches, what is recomputed, the schedule."""
-
-    axes: tuple[tuple[str, LogicalMesh], ...]
-    microbatches: int
-    recompute: str
-    schedule: str = PLAIN
-
-    def __str__(self) -> str:
-        kinds = ", ".join(f"{kind} {sizes_text(axes)}" for kind, axes in self.axes)
-        again = "" if self.recompute == "none" else f", recompute {self.recompute}"
-        again += "" if self.schedule == PLAIN else f", {self.schedule}"
-        return f"stages of {kinds} in {self.microbatches} microbatches{again}"
-
-
-_Best = tuple[int, _UnequalSetting]
-"""Nanoseconds a step, and of what."""
-
-
-class _UnequalSearch:
-    """Descends from the best of equal axes: one kind's axes, or the microbatches, are changed while that is faster."""
-
-    def __init__(self, asked: Candidate, context: Context, clock: Clock) -> None:
-        self.graph, self.blocks, self.clock = asked.graph, context.blocks(asked.graph), clock
-        budget = replace(context.request.budget, seconds=clock.left_s)
-        self.request, self.profiles = replace(context.request, budget=budget), context.profiles
-        self.note = context.noting(asked)
-        self.paths = tuple(path for group in self.blocks.paths for path in group)
-        self.shapes = {group.profile: _stage_shapes(self.request.mesh, group) for group in self.request.mesh.groups}
-        self.divided = cache(lambda count: divided(self.graph, self.blocks, count))
-        self.known: dict[Hashable, Plan] = {}
-        self.tried: dict[_UnequalSetting, Plan | None] = {}
-        self.refusals: list[Exception] = []
-
-    def run(self, report: Report) -> list[tuple[_UnequalSetting, Plan]]:
-        """The plans that were found. Raises InfeasibleError when none fits."""
-        best = self._start(report)
-        for schedules in ([], [*SCHEDULES]):
-            before: _Best | None = None
-            while best is not None and best != before:
-                before = best
-                for setting in self._neighbours(best[1], schedules):
-                    best = self._better(best, setting, report)
-        if best is None:
-            raise self.refusals[0] if self.refusals else InfeasibleError("expected time to try a plan, found none")
-        return [(setting, plan) for setting, plan in self.tried.items() if plan is not None]
-
-    def _start(self, report: Report) -> _Best | None:
-        """The best of equal axes on all kinds, each in more microbatches for as long as that is faster."""
-        best: _Best | None = None
-        for recompute in ("none", "full"):
-            for axes in self._alike():
-                last: int | None = None
-                for count in self._counts(self._num_stages(axes)):
-                    setting = _UnequalSetting(tuple(axes.items()), count, recompute)
-                    best, plan = self._better(best, setting, report), self.tried.get(setting)
-                    if plan is not None and last is not None and plan.predicted.step_time_ns > last:
-                        break
-                    last = last if plan is None else plan.predicted.step_time_ns
-            if best is not None:
-                break
-        return best
-
-    def _alike(self) -> list[dict[str, LogicalMesh]]:
-        """Axes that stages of every kind may have; where there are none, the largest of each."""
-        first, *others = self.shapes.values()
-        shared = [axes for axes in first if all(axes in shapes for shapes in others)]
-        return [dict.fromkeys(self.shapes, axes) for axes in shared] or [
-            {kind: shapes[0] for kind, shapes in self.shapes.items()}
-        ]
-
-    def _num_stages(self, axes: Mapping[str, LogicalMesh]) -> int:
-        return sum(
-            group.num_devices // math.prod(axis.size for axis in axes[group.profile])
-            for group in self.request.mesh.groups
-        )
-
-    def _counts(self, stages: int) -> list[int]:
-        """Microbatches that the batch divides into, from as many as there are stages on."""
-        pinned = [c.microbatches for c in self.request.constraints if c.microbatches is not None]
-        powers = [1 << n for n in range(12) if stages <= 1 << n <= MOST_A_STAGE * stages]
-        return [n for n in pinned or powers if divisible(self.graph, n)]
-
-    def _neighbours(self, setting: _UnequalSetting, schedules: Sequence[str]) -> Iterator[_UnequalSetting]:
-        axes_of = dict(setting.axes)
-        for kind, shapes in self.shapes.items():
-            for axes in shapes:
-                yield replace(setting, axes=tuple({**axes_of, kind: axes}.items()))
-        for count in self._counts(self._num_stages(axes_of)):
-            yield replace(setting, microbatches=count)
-        for recompute in ("none", "block", "full"):
-            yield replace(setting, recompute=recompute)
-        for schedule in schedules:
-            yield replace(setting, schedule=schedule)
-
-    def _better(self, best: _Best | None, setting: _UnequalSetting, report: Report) -> _Best | None:
-        """The better of the best so far and a setting, unless it was tried, or time is over."""
-        if setting in self.tried or (best is not None and self.clock.is_over):
-            return best
-        plan = self.tried[setting] = self._planned(setting)
-        step_ns = None if plan is None else plan.predicted.step_time_ns
-        report(f"{setting}: {'does not fit' if step_ns is None else f'{step_ns / 1e6:.3f} ms'}")
-        if plan is None or (best is not None and plan.predicted.step_time_ns >= best[0]):
-            return best
-        return plan.predicted.step_time_ns, setting
-
-    def _planned(self, setting: _UnequalSetting) -> Plan | None:
-        try:
-            stages = self._stages(setting)
-            firsts = [ranks.start for ranks in stages.ranks]
-            again = stages.request.recompute
-            check_schedule(setting.schedule, firsts, setting.microbatches, again, has_branches=False)
-            plan = stages.plan("speed")
-        except (InfeasibleError, PlanError) as error:
-            self.refusals.append(error)
-            self.note(Tried(setting=str(setting), infeasible=str(error)))
-            return None
-        self.note(Tried(setting=str(setting), step_time_ns=plan.predicted.step_time_ns))
-        return plan
-
-    def _stages(self, setting: _UnequalSetting) -> UnequalStages:
-        again = template_recompute(self.graph, self.paths, setting.recompute)
-        chunks = UNEQUAL_CHUNKS if SCHEDULES[setting.schedule].has_chunks else 1
-        return UnequalStages(
-            self.divided(setting.microbatches), dict(setting.axes), chunks, setting.schedule, self.paths,
-            self.request.recomputing(again), self.profiles, self.known,
-        )  # fmt: skip
-
-    def reported(self, setting: _UnequalSetting, plan: Plan) -> Plan:
-        """The plan with how it was found."""
-        why = "time is over" if self.clock.is_over else "no neighbour is faster"
-        plan = replace(plan, search=replace(plan.search, seconds=round(self.clock.passed_s, 3)))
-        return _reported(self._stages(setting), plan, f"{why} after {len(self.tried)} settings")
-
-
-def _reported(stages: UnequalStages, plan: Plan, why: str) -> Plan:
-    """The plan with how it was found."""
-    report = SearchReport(
-        method="stages of unequal devices by speed, descent over axes and microbatches, intra-op ILP",
-        cost_ns=plan.predicted.step_time_ns,
-        lower_bound_ns=stages.least_step_ns,
-        stop_reason=why,
-        seconds=plan.search.seconds,
-        seed=stages.request.budget.seed,
-    )
-    return replace(plan, search=report)
-
-
-def _stage_shapes(mesh: Mesh, group: DeviceGroup) -> list[LogicalMesh]:
-    """The axes that a stage of a kind may have: those of each part of a node, or of whole nodes, that divides all."""
-    found: dict[LogicalMesh, None] = {}
-    for size in range(1, group.num_devices + 1):
-        is_part = group.devices_per_node % size == 0 or size % group.devices_per_node == 0
-        if is_part and group.num_devices % size == 0:
-            nodes = max(1, size // group.devices_per_node)
-            found |= dict.fromkeys(logical_meshes(Mesh(group.profile, nodes, size // nodes)))
-    return sorted(found, key=lambda axes: (-math.prod(axis.size for axis in axes), len(axes)))
+    blocks, request = context.blocks(asked.graph), context.nearby(front)
+    plan, made = unequal_in(asked.graph, blocks, outline, request, context.profiles)
+    yield of_plan(asked, outline_of(plan), plan, made)

@@ -10,40 +10,23 @@ Settings near the best of one graph are good for an equal graph, of which most i
 takes little more than planning one; but where much of a step is saved, another setting may be the best.
 `SearchBudget.everywhere` plans each graph in all settings instead.
 
-What is best depends on how much there is to do: folding an adapter into its weight pays where many samples go through
-it, and not where each of eight ranks has an eighth of them. So substitutions are looked for on both. What gains less
-than a profile can tell apart is not looked at further; and fused weights that are taken apart are, gain or not, for
-what that is worth shows only where they are sharded.
+Which graphs there are is decided in `autopar.rewrites`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from autopar.clock import Clock
-from autopar.cost import Profile
-from autopar.cost.memory import optimizer_of
 from autopar.driver import PLANNED, Candidate, Context, Front, simplest
-from autopar.errors import PlanError
-from autopar.ir.graph import Graph
 from autopar.ir.outline import Outline, sizes_text
-from autopar.ir.plan import GraphPlan, Plan, Rewriting, Substitution, rule_counts
-from autopar.microbatch import divided_graph
-from autopar.planning import pinned_tensors
-from autopar.profiler import load_profile
-from autopar.request import Request
-from autopar.substitute import GraphCandidate, Substituted, load_rules, replayed, substituted
-from autopar.substitute.lifting import lifted
-from autopar.substitute.masks import RULE, STATEMENT, under_causal_masks, without_masks
-from autopar.substitute.pricing import Pricer
-from autopar.substitute.searching import SHORT
-from autopar.trace import find_blocks
-from autopar.tunables import ANYWHERE_SHARE, MOST_SETTINGS, NEAR_SETTING, NEARBY_S, SUBSTITUTION_S, SUBSTITUTION_SHARE
+from autopar.ir.plan import GraphPlan, Rewriting, rule_counts
+from autopar.rewrites import Rewrites, rewrites
+from autopar.substitute import GraphCandidate
+from autopar.tunables import ANYWHERE_SHARE, MOST_SETTINGS, NEAR_SETTING, NEARBY_S
 
 
 def rewrite(front: Front, context: Context) -> Iterator[Candidate]:
@@ -164,107 +147,3 @@ def _outcome(entry: PlannedGraph, taken: Candidate) -> str:
     if entry.step_ns > taken.step_ns:
         return f"slower by {entry.step_ns / taken.step_ns - 1:.1%}"
     return f"faster by {1 - entry.step_ns / taken.step_ns:.1%}, which a profile cannot tell apart"
-
-
-# Which graphs there are ----------------------------------------
-
-
-class Rewrites(NamedTuple):
-    """Graphs equal to a traced model's that may be faster, the fastest on one device first; what the model's own takes
-    there (ns); how many graphs were met, and why the search for more ended."""
-
-    candidates: tuple[GraphCandidate, ...]
-    before_ns: int
-    seen: int
-    stop: str
-
-
-def rewrites(graph: Graph, request: Request) -> Rewrites:
-    """Graphs equal to a traced model's that may be faster. What constraints speak of stays as it is, and so do
-    parameters of an optimizer that would notice if they were stored in another way."""
-    pinned = pinned_tensors(graph, request.constraints)
-    if request.mode == "train" and not optimizer_of(request.optimizer).is_elementwise:
-        pinned |= {item.tensor for item in graph.parameters}
-    pricer = Pricer(_profile(request), request.mode == "train")
-    plainer, masks = _without_masks(graph, pricer, pinned)
-    searches = [_search(plainer, request, pinned)]
-    found = [*searches[0].candidates]
-    share = _share(plainer, request.mesh.num_devices)
-    if share is not None:
-        searches.append(_search(share, request, pinned))
-        found += _on_whole(plainer, searches[1].best, pricer)
-    distinct = {candidate.graph.fingerprint: candidate for candidate in reversed(found)}
-    distinct.pop(graph.fingerprint, None)
-    ordered = sorted(distinct.values(), key=lambda candidate: candidate.cost_ns)
-    return Rewrites(
-        tuple(replace(candidate, steps=(*masks, *candidate.steps)) for candidate in ordered),
-        pricer(lifted(graph)),
-        sum(search.seen for search in searches),
-        "; ".join(dict.fromkeys(part for search in searches for part in search.stop.split("; "))),
-    )
-
-
-def _without_masks(graph: Graph, pricer: Pricer, pinned: set[str]) -> tuple[Graph, tuple[Substitution, ...]]:
-    """The graph whose attention operators know that they are causal, and the substitution that says so."""
-    names = [name for name in under_causal_masks(graph) if pinned.isdisjoint(graph.node_by_name[name].results)]
-    if not names:
-        return graph, ()
-    plainer = without_masks(graph, names)
-    modules = tuple(graph.node_by_name[name].scope.module for name in names)
-    gain_ns = pricer(lifted(graph)) - pricer(lifted(plainer))
-    return plainer, (Substitution(RULE, STATEMENT, "proved", "", modules, tuple(names), {}, gain_ns),)
-
-
-def _profile(request: Request) -> Profile:
-    return load_profile(request.mesh.groups[0].profile)
-
-
-def _search(graph: Graph, request: Request, pinned: set[str]) -> Substituted:
-    """What is found for blocks that are equal whatever constraints say, since plans are replayed without these: what is
-    pinned in one of them stays as it is in all."""
-    blocks, budget = find_blocks(graph), request.budget
-    pinned = pinned | {blocks.representative_tensor(name) for name in pinned}
-    seconds = SUBSTITUTION_SHARE * budget.seconds
-    limits: dict[str, Any] = {"seconds": min(seconds, SUBSTITUTION_S), "limits": SHORT}
-    if budget.everywhere:
-        limits = {"seconds": seconds}
-    return substituted(
-        graph, blocks.paths, blocks.node_representative, load_rules(), _profile(request),
-        trains=request.mode == "train", pinned=pinned, **limits,
-    )  # fmt: skip
-
-
-def _share(graph: Graph, num_devices: int) -> Graph | None:
-    """The graph of one device's part of the batch, where all devices divide it."""
-    if num_devices == 1:
-        return None
-    try:
-        return divided_graph(graph, num_devices)
-    except PlanError:
-        return None
-
-
-def _on_whole(graph: Graph, found: GraphCandidate, pricer: Pricer) -> list[GraphCandidate]:
-    """What was found for a part of the batch, for all of it; nothing where it speaks of the part's sizes."""
-    if not found.steps:
-        return []
-    with contextlib.suppress(PlanError):
-        whole = _replayed(graph, found.steps)
-        return [GraphCandidate(whole, found.steps, pricer(lifted(whole)))]
-    return []
-
-
-def graph_of(plan: Plan, graph: Graph) -> Graph:
-    """The graph that a plan is for: a model's traced graph after the plan's substitutions. Raises PlanError."""
-    return _replayed(graph, plan.substitutions)
-
-
-def _replayed(graph: Graph, steps: tuple[Substitution, ...]) -> Graph:
-    masks = [step for step in steps if step.rule == RULE]
-    for step in masks:
-        graph = without_masks(graph, step.roots)
-    rest = [step for step in steps if step not in masks]
-    if not rest:
-        return graph
-    blocks = find_blocks(graph)
-    return replayed(graph, blocks.paths, blocks.node_representative, rest, load_rules())

@@ -10,14 +10,10 @@ from collections.abc import Iterator
 from functools import partial
 
 from autopar.clock import Clock
-from autopar.cost import Profile
 from autopar.driver import Candidate, Context, Front
-from autopar.ir.graph import Graph
 from autopar.ir.outline import Outline
-from autopar.request import Request
 from autopar.staged import searched_stages, stages_near
 from autopar.staged.finalists import Finalists
-from autopar.trace import Blocks
 
 
 def stage(front: Front, context: Context) -> Iterator[Candidate]:
@@ -30,19 +26,19 @@ def stage(front: Front, context: Context) -> Iterator[Candidate]:
             yield from context.near(asked, partial(_near, asked, asked.outline, context))
         elif not context.keeps_one_stage(asked.graph):
             clock = Clock.of(0.0)
-            finalists = searched_stages(*_given(asked, context), context.progress, context.noting(asked))
+            finalists = searched_stages(
+                asked.graph, context.blocks(asked.graph), context.asked_of(asked), context.profile, context.progress,
+                context.noting(asked),
+            )  # fmt: skip
             front.kept["stage", asked] = finalists
             yield from _candidates(asked, finalists)
             front.spent_s[asked] = clock.passed_s
 
 
-def _given(asked: Candidate, context: Context) -> tuple[Graph, Blocks, Request, Profile]:
-    return asked.graph, context.blocks(asked.graph), context.asked_of(asked), context.profile
-
-
 def _near(asked: Candidate, outline: Outline, context: Context) -> Iterator[Candidate]:
     """Plans of an equal graph in an outline."""
-    yield from _candidates(asked, stages_near(*_given(asked, context), outline))
+    blocks, request = context.blocks(asked.graph), context.asked_of(asked)
+    yield from _candidates(asked, stages_near(asked.graph, blocks, request, context.profile, outline))
 
 
 def _candidates(asked: Candidate, finalists: Finalists) -> Iterator[Candidate]:

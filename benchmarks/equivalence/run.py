@@ -16,8 +16,8 @@ import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from autopar.passes.rewrite import graph_of
 from autopar.program import PlannedProgram
+from autopar.rewrites import graph_of
 from benchmarks.facts import facts, write_record
 from tests.equivalence import planned, zoo
 from tests.equivalence.step import BUFFER, GRADIENT, LOSS, Step, compare, step_alone, step_on_rank

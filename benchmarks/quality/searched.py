@@ -23,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 import autopar
-from autopar import planning, unequal
+from autopar import planning
 from autopar.intraop import Placements
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
@@ -32,6 +32,7 @@ from autopar.request import BUDGETS, Request
 from autopar.simulate import Incremental
 from autopar.staged import finalists
 from autopar.trace import trace
+from autopar.unequal import stages
 from benchmarks.facts import facts
 from benchmarks.quality import heterogeneous
 from benchmarks.quality.run import PAIRS
@@ -50,7 +51,7 @@ def counting() -> Iterator[Counter[str]]:
     """Counts solved problems, and simulations of whole plans or of their differences."""
     counts = Counter[str]()
     asked: list[tuple[Any, str, str]] = [(Placements, "plan", "solved"), (Placements, "trade_offs", "solved")]
-    asked += [(module, "simulate", "simulations") for module in (finalists, planning, unequal)]
+    asked += [(module, "simulate", "simulations") for module in (finalists, planning, stages)]
     asked += [(Incremental, "_played_now", "simulations")]
     with ExitStack() as stack:
         for owner, name, kind in asked:

@@ -24,9 +24,9 @@ from torch import nn
 import autopar
 from autopar.ir.graph import Graph
 from autopar.ir.plan import GraphPlan
-from autopar.passes.rewrite import rewrites
 from autopar.pipeline import placed, planned_jointly
 from autopar.request import Request
+from autopar.rewrites import rewrites
 from autopar.show.text import rules_text
 from autopar.substitute import load_rules
 from autopar.trace import trace

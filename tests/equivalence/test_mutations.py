@@ -26,7 +26,7 @@ from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan
 from autopar.microbatch import check_plan
 from autopar.ops import admits
-from autopar.passes.rewrite import graph_of
+from autopar.rewrites import graph_of
 from tests.equivalence import planned, zoo
 from tests.equivalence.harness import run_single
 from tests.equivalence.mutants import Case, prove

@@ -12,7 +12,7 @@ import pytest
 
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.passes.rewrite import graph_of
+from autopar.rewrites import graph_of
 from tests.equivalence import planned, zoo
 from tests.equivalence.step import Step, compare, step_alone, step_on_rank
 from tests.rank_pool import pool

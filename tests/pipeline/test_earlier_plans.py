@@ -14,7 +14,7 @@ from autopar.emit import emit
 from autopar.errors import PlanError
 from autopar.ir.plan import Plan
 from autopar.microbatch import check_plan
-from autopar.passes.rewrite import graph_of
+from autopar.rewrites import graph_of
 from models import mlp
 from tests.sent_files.bases import plans
 

@@ -20,18 +20,12 @@ from autopar.ir.mesh import make_axes
 from autopar.ir.outline import Outline
 from autopar.microbatch import check_plan
 from autopar.passes.place import place
-from autopar.passes.rewrite import (
-    Rewrites,
-    much_faster,
-    planned_graphs,
-    rewrite,
-    rewrites,
-    settings_near,
-)
+from autopar.passes.rewrite import much_faster, planned_graphs, rewrite, settings_near
 from autopar.passes.stage import stage
 from autopar.passes.template import template
 from autopar.pipeline import placed, planned_jointly
 from autopar.request import Request
+from autopar.rewrites import Rewrites, rewrites
 from autopar.substitute import GraphCandidate
 from autopar.trace import trace
 from models import llama

@@ -11,8 +11,9 @@ import torch
 import autopar
 from autopar import Constraint, Plan, SearchBudget
 from autopar.driver import Candidate, Context, Front, of_plan, outline_of, search
+from autopar.families import Family, Template
 from autopar.ir.graph import Graph
-from autopar.passes.template import Family, Template, template
+from autopar.passes.template import template
 from autopar.pipeline import planned_jointly, template_of_graph
 from autopar.request import Request
 from autopar.trace import trace

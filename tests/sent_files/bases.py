@@ -17,9 +17,9 @@ from autopar.cost.files import profiles_folder
 from autopar.emit import emit
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.passes.rewrite import graph_of
 from autopar.pipeline import template_of_graph
 from autopar.program import model_state
+from autopar.rewrites import graph_of
 from autopar.trace import trace
 from tests.branches import cases as branches
 

@@ -28,9 +28,9 @@ from autopar.errors import AutoparError, InternalError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.microbatch import check_plan
-from autopar.passes.rewrite import graph_of
 from autopar.pipeline import simulated_step, template_of_graph
 from autopar.program import load_source
+from autopar.rewrites import graph_of
 from tests.random_programs.check import _local, _parts, run_in_threads
 from tests.random_programs.world import device_mesh
 from tests.sent_files.bases import Base

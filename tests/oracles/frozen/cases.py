@@ -21,11 +21,11 @@ from autopar import Constraint, Plan
 from autopar.cost.files import profiles_folder
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, make_axes
-from autopar.passes.rewrite import graph_of
 from autopar.pipeline import template_of_graph
 from autopar.planning import Place, divided
 from autopar.profiler import load_profile
 from autopar.request import Request, SearchBudget
+from autopar.rewrites import graph_of
 from autopar.trace import find_blocks, trace
 from models import bert, dit, dlrm, gpt, inception, llama, llama_lora, lstm, mlp, moe, two_towers, unet, wide_resnet
 from tests.equivalence import pipelines, transformers_zoo, zoo

@@ -1,0 +1,393 @@
+"""Templates of one stage that people run, of a graph: those that fit and may be faster than a plan.
+
+    dp × tp, tp inside a node             → a problem on a short graph (`interop.fold`): least time, least memory
+    what may be faster, and may fit       → placed on the whole model, played by layers (`simulate.Incremental`)
+
+A step takes no less than its operators and what is between them; what stored tensors are gathered and reduced for may
+hide behind that. Both bounds serve every ZeRO stage, and every number of microbatches: activations take a part of the
+memory each, the rest all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property
+from typing import NamedTuple
+
+from autopar.clock import is_interrupted
+from autopar.errors import AutoparError, InfeasibleError
+from autopar.interop import block_layers, fold
+from autopar.interop.submeshes import divisors
+from autopar.intraop import SOFT_PENALTY_NS, KeptParameter, Placements, prepare_placements
+from autopar.ir.graph import Graph, is_inside
+from autopar.ir.placement import Type
+from autopar.ir.plan import Plan
+from autopar.ir.structure import batch_inputs
+from autopar.ir.tried import Tried
+from autopar.microbatch import batch_types, divisible
+from autopar.planning import DividedGraph, Place, divided
+from autopar.profiler import load_profile
+from autopar.request import Request, SearchBudget
+from autopar.simulate import Incremental, predict
+from autopar.template import template_axes, template_constraints, template_recompute
+from autopar.trace import find_blocks
+from autopar.tunables import (
+    ALIKE,
+    EXPOSED,
+    LEAST_GAIN,
+    NEAR_SHARDED,
+    TEMPLATE_COUNTS,
+    TEMPLATE_TRIES,
+    USAGE_ABOVE,
+    USAGE_BELOW,
+    USAGE_NEAR,
+)
+from autopar.zero import Groups, joined, recomputable
+
+_BUDGET = SearchBudget(10.0, gap=0.01, substitutions=False, proposals=0)
+_SOLVE = (2.0, _BUDGET.seed, _BUDGET.gap)
+"""Seconds, seed and gap of a solve."""
+_MANY = _ANY = 2**62
+
+
+@dataclass(frozen=True)
+class Template:
+    """What `template_plan` is asked for."""
+
+    dp: int = 1
+    tp: int = 1
+    zero: int = 0
+    recompute: str = "none"
+    microbatches: int = 1
+    sequence_parallel: bool = False
+
+    def __str__(self) -> str:
+        said = (
+            (item.name, getattr(self, item.name)) for item in fields(self) if getattr(self, item.name) != item.default
+        )
+        return ", ".join(f"{name}={value}" for name, value in said)
+
+
+@dataclass(frozen=True, eq=False)
+class ShortPlace(Place):
+    """A place whose problem is that of a short graph, which costs what the whole one does, and whose plans, of the
+    whole one, are played by layers."""
+
+    short: DividedGraph = field(kw_only=True)
+    simulator: Incremental = field(kw_only=True)
+
+    def placements_with(self, keep: Mapping[str, KeptParameter]) -> Placements:
+        short, rules = self.short, (*self.request.constraints, *self.short.constraints)
+        found = prepare_placements(
+            short.graph, short.blocks, self.draft(), self.shared_profile, self._storages, rules, short.whole,
+            short.copies, self.sends, keep,
+        )  # fmt: skip
+        return replace(found, graph=self.part.graph, costs=found.costs.of(self.part.graph))
+
+    def scored(self, plan: Plan) -> Plan:
+        return replace(plan, predicted=predict(self.simulator.timeline(plan)))
+
+
+class _BlockRecomputation(NamedTuple):
+    """To compute blocks again. least_ns: what a step takes so by estimate. first: how many of the groups are tried at
+    first; saved: what all save in bytes; own_ns: what each costs; without_ns: what a step takes at least without."""
+
+    least_ns: int
+    template: Template
+    groups: Groups
+    first: int
+    saved: int
+    own_ns: int
+    without_ns: int
+
+
+class Family:
+    """The templates for a graph, each looked at once, and the fastest plan so far."""
+
+    def __init__(self, graph: Graph, plan: Plan, request: Request) -> None:
+        self.graph, self.searched, self.request = graph, plan, replace(request, budget=_BUDGET)
+        self.profile = load_profile(request.mesh.profile)
+        self.blocks = find_blocks(graph, request.constraints)
+        self.paths = tuple(path for group in self.blocks.paths for path in group)
+        self.folded = fold(graph, self.blocks, block_layers(graph, self.paths))
+        self.shared = self.profile.shared_by(request.mesh.devices_per_node)
+        self.best_ns, self.limit = plan.predicted.step_time_ns, request.memory_limit or self.shared.usable_bytes
+        self.found: list[tuple[str, ShortPlace, Plan]] = []
+        self.rows: list[Tried] = []
+        self._beyond: list[float] = []  # of what was played, so many times the least a step took
+        self._peaks: dict[Template, int] = {}  # of what was played and did not fit
+        pinned = [rule.microbatches for rule in request.constraints if rule.microbatches is not None]
+        self.counts = pinned[:1] or self._possible_counts()
+        self.samples = min((graph.tensors[name].shape[0] for name in batch_inputs(graph)), default=_MANY)
+        self.parts, self.batch, self.place = cache(self._parts), cache(self._batch), cache(self._place)
+
+    def _possible_counts(self) -> Sequence[int]:
+        """Where a batch divides into so many microbatches, it does into half as many."""
+        trains, short = self.request.mode == "train", self.folded.graph
+        last = next(
+            n
+            for n in range(len(TEMPLATE_COUNTS), 0, -1)
+            if n == 1 or (trains and divisible(short, TEMPLATE_COUNTS[n - 1]))
+        )
+        return TEMPLATE_COUNTS[:last]
+
+    def look(self) -> None:
+        """Raises nothing: a template that cannot be is told of in a row."""
+        for tp in divisors(self.request.mesh.devices_per_node):
+            if is_interrupted() or not self._may_be_near(self.request.mesh.num_devices // tp, tp):
+                break
+
+    def _may_be_near(self, dp: int, tp: int) -> bool:
+        """Looks at a shape. False where it is so much slower than the best, whatever its memory, that no larger `tp`,
+        which sends more, is near it."""
+        counts = [count for count in self.counts if self.samples >= dp * count]
+        one = Template(dp, tp, 3 if dp > 1 else 0)
+        if not counts:
+            return True
+        least_ns, fitting_ns = self._look_at(one, counts)
+        if tp > 1 and self._likely_ns(fitting_ns) <= ALIKE * self.best_ns:
+            self._look_at(replace(one, sequence_parallel=True), counts)
+        return tp == 1 or self._likely_ns(least_ns) <= ALIKE * self.best_ns
+
+    def _look_at(self, family: Template, counts: Sequence[int]) -> tuple[int, int]:
+        """What a step takes at least in any number of microbatches; and with what must be computed again for it to fit.
+
+        Looks at a template with nothing computed again, in these numbers until it fits; then with attention or all
+        computed again of as many blocks as it takes, in the number of microbatches that is estimated to be fastest.
+        """
+        is_tight = self.searched.microbatches > 1 or bool(self.searched.recompute)
+        first = replace(family, microbatches=counts[-1 if is_tight else 0])
+        try:
+            known = _KnownTemplate(self.place(first))
+        except AutoparError as error:
+            self._refuse(first, str(error))
+            return 0, 0
+        least_ns = known.least_ns
+        if self._is_slower(family, least_ns):
+            return least_ns, least_ns
+        if any(self._with_less_sharded(replace(family, microbatches=count), known) for count in counts):
+            return least_ns, least_ns
+        recomputations = self._recomputations(family, counts, known) if self.request.mode == "train" else []
+        for recomputation in recomputations:
+            if self._is_slower(recomputation.template, recomputation.least_ns) or self._recomputed(recomputation):
+                break
+        return least_ns, recomputations[0].least_ns if recomputations else least_ns
+
+    def _likely_ns(self, least_ns: int) -> float:
+        """What a step takes if it is half as much beyond the least as those that were played."""
+        return least_ns * (1 + min(self._beyond, default=1.0)) / 2
+
+    def _is_slower(self, template: Template, least_ns: int) -> bool:
+        """Whether it is likely to take longer than the best."""
+        if self._likely_ns(least_ns) < self.best_ns:
+            return False
+        self._refuse(template, f"takes {least_ns:,} ns at least, the best {self.best_ns:,}")
+        return True
+
+    def _with_less_sharded(self, one: Template, known: _KnownTemplate) -> bool:
+        """Whether a template fits. Where it does and is near the best, so do others of its family, perhaps."""
+        if known.needs(one.microbatches) > self.limit:
+            self._refuse(one, f"needs {known.needs(one.microbatches):,} bytes a device at least")
+            return False
+        sharded = self._look(one)
+        if sharded is None:
+            return False
+        self._look_less_sharded(one, sharded, known.usage(one.microbatches))
+        return True
+
+    def _look_less_sharded(self, one: Template, sharded: Plan, usage: int) -> None:
+        """usage: estimate of the plan with ZeRO-3."""
+        if sharded.predicted.step_time_ns > NEAR_SHARDED * self.best_ns or one.zero < 3:
+            return
+        beyond = sharded.predicted.peak_bytes - usage
+        for zero in (1, 0) if one.microbatches == 1 else (2,):
+            if self._look(replace(one, zero=zero), beyond if zero else None) is None:
+                break
+
+    def _recomputations(
+        self, family: Template, counts: Sequence[int], known: _KnownTemplate
+    ) -> list[_BlockRecomputation]:
+        """To make a template fit by computing blocks again, the fastest first. known: of it without."""
+        options, found = recomputable(self.graph, self.paths), list[_BlockRecomputation]()
+        for kind, groups in (("block", options.attention), ("full", options.full)):
+            usage = {c: round(known.usage(c) / USAGE_BELOW) for c in counts}
+            most = {c: self._peaks.get(replace(family, microbatches=c), usage[c]) for c in counts}
+            inside = known.inside(joined(groups))
+            fitting = [c for c in counts if most[c] - inside // c <= self.limit]
+            if not groups or not fitting:
+                continue
+            try:
+                again = _KnownTemplate(self.place(replace(family, recompute=kind, microbatches=fitting[-1])))
+            except AutoparError as error:
+                self._refuse(replace(family, recompute=kind), str(error))
+                continue
+            for count in fitting:
+                saved, every = known.usage(count) - again.usage(count), len(groups)
+                if most[count] - saved <= self.limit:
+                    first = min(every, max(1, _blocks_for(most[count] - self.limit, saved, every)))
+                    own_ns = (again.least_ns - known.least_ns) // every
+                    sent_ns = known.sent_ns(count) + (again.sent_ns(count) - known.sent_ns(count)) * first // every
+                    least_ns = known.least_ns + first * own_ns + round(sent_ns * EXPOSED)
+                    template = replace(family, recompute=kind, microbatches=count)
+                    found.append(_BlockRecomputation(least_ns, template, groups, first, saved, own_ns, known.least_ns))
+        return sorted(found, key=lambda recomputation: recomputation.least_ns)
+
+    def _recomputed(self, recomputation: _BlockRecomputation) -> bool:
+        """Whether a template fits so."""
+        try:
+            return self._fewest(recomputation)
+        except AutoparError as error:
+            self._refuse(recomputation.template, str(error))
+            return False
+
+    def _fewest(self, recomputation: _BlockRecomputation) -> bool:
+        """Computes again as few blocks as it takes to fit, if all do: each saves as much as the others."""
+        place, every = self.place(recomputation.template), len(recomputation.groups)
+        plan, count, tried, best = place.placements.plan(_ANY, *_SOLVE), recomputation.first, set[int](), None
+        while count not in tried and len(tried) < TEMPLATE_TRIES:
+            tried.add(count)
+            plan = place.scored(replace(plan, recompute=joined(recomputation.groups[:count])))
+            above = plan.predicted.peak_bytes - self.limit
+            best = plan if above <= 0 else best
+            more = _blocks_for(above, recomputation.saved, every)
+            gained = -more * recomputation.own_ns
+            if above <= 0 and (
+                gained < LEAST_GAIN * self.best_ns or plan.predicted.step_time_ns - gained >= self.best_ns
+            ):
+                break
+            count = min(every, max(1, count + more))
+        if best is not None:
+            number = sum(group[0] in best.recompute for group in recomputation.groups)
+            least_ns = recomputation.without_ns + number * recomputation.own_ns
+            self._note(
+                recomputation.template, best, f"{recomputation.template} of {number} of {every} blocks", least_ns
+            )
+        return best is not None
+
+    def _look(self, template: Template, beyond: int | None = None) -> Plan | None:
+        """One microbatch's plan; None where it does not fit, or is not possible.
+
+        beyond: by how much the peak of such a template was above what its placements use by estimate.
+        """
+        if is_interrupted():
+            return None
+        try:
+            plan = _fitted(self.place(template), self.limit, beyond)
+        except AutoparError as error:
+            if isinstance(error, InfeasibleError) and error.smallest_bytes:
+                self._peaks[template] = error.smallest_bytes
+            self._refuse(template, str(error))
+            return None
+        self._note(template, plan, str(template), self.place(template).placements.least_step_ns(*_SOLVE))
+        return plan
+
+    def _refuse(self, template: Template, why: str) -> None:
+        self.rows.append(replace(_row(template, str(template)), infeasible=why))
+
+    def _note(self, template: Template, plan: Plan, name: str, least_ns: int) -> None:
+        told = plan.predicted
+        self._beyond.append(max(1.0, told.step_time_ns / least_ns))
+        self.found.append((name, self.place(template), plan))
+        self.best_ns = min(self.best_ns, told.step_time_ns)
+        row = replace(_row(template, name), step_time_ns=told.step_time_ns, peak_bytes=told.peak_bytes)
+        self.rows.append(row)
+
+    # Places ----------------------------------------
+
+    def _parts(self, count: int) -> tuple[DividedGraph, DividedGraph, Incremental]:
+        """Of the whole graph, of the short one, and what plays plans of one microbatch."""
+        whole = divided(self.graph, self.blocks, count)
+        short = replace(divided(self.folded.graph, self.blocks, count), copies=self.folded.copies)
+        return whole, short, Incremental(whole.graph, self.shared)
+
+    def _batch(self, count: int) -> dict[str, Type]:
+        """How what is made of the batch is cut, in the first of equal blocks."""
+        made = batch_types(self.parts(count)[1].graph)
+        return {name: type_ for name, type_ in made.items() if self.blocks.representative_tensor(name) == name}
+
+    def _place(self, template: Template) -> ShortPlace:
+        axes = template_axes(self.request.mesh, template.dp, template.tp, 1)
+        whole, short, simulator = self.parts(template.microbatches)
+        rules = template_constraints(
+            short.graph, axes, template.zero, template.sequence_parallel, self.paths, self.batch(template.microbatches)
+        )
+        again = template_recompute(self.graph, self.paths, template.recompute)
+        request = replace(self.request, constraints=(*rules, *self.request.constraints), recompute=again)
+        return ShortPlace(whole, axes, request, self.profile, short=short, simulator=simulator)
+
+
+class _KnownTemplate:
+    """What is known of a template in any number of microbatches from one, in which ZeRO is 3: what all of these save
+    together is parted among them.
+
+    least_ns: what a step takes at least.
+    """
+
+    def __init__(self, place: ShortPlace) -> None:
+        self.place, self.least_ns = place, place.placements.least_step_ns(*_SOLVE)
+
+    def sent_ns(self, microbatches: int) -> int:
+        """What gathering and reducing what is stored takes a step, with each microbatch anew: as ZeRO-3 does."""
+        placements = self.place.placements
+        sent = placements.unlimited(*_SOLVE).cost % SOFT_PENALTY_NS - self.least_ns
+        return sent * microbatches // self.place.part.microbatches
+
+    def usage(self, microbatches: int) -> int:
+        """Estimated bytes a device of the fastest placements."""
+        placements = self.place.placements
+        return self._in(microbatches, *placements.usage_of(placements.unlimited(*_SOLVE).choice))
+
+    def inside(self, modules: Sequence[str]) -> int:
+        """What operators inside of modules save, in all microbatches together."""
+        built, graph = self.place.placements.built, self.place.short.graph
+        choice = self.place.placements.unlimited(*_SOLVE).choice
+        sizes = (
+            int(usage[option])
+            for usage, option, variable in zip(built.problem.usages, choice, built.variables, strict=True)
+            if variable.kind == "node" and is_inside(graph.node_by_name[variable.name].scope.module, modules)
+        )
+        return sum(sizes) * self.place.part.microbatches
+
+    def needs(self, microbatches: int) -> int:
+        """Bytes a device at least."""
+        usage = self.usage(microbatches)
+        return usage if usage <= self.place.placements.draft.memory_limit else self._in(microbatches, *self._least)
+
+    def _in(self, microbatches: int, stored: int, saved: int) -> int:
+        return stored + saved * self.place.part.microbatches // microbatches
+
+    @cached_property
+    def _least(self) -> tuple[int, int]:
+        least = self.place.placements.least_memory(*_SOLVE[:2])
+        return least.stored_bytes, least.usage_bytes - least.stored_bytes
+
+
+def _blocks_for(size: int, saved: int, every: int) -> int:
+    """How many of all blocks, which save so much together, save at least a size; of what may be kept, at most."""
+    return -(-size * every // max(1, saved))
+
+
+def _fitted(place: ShortPlace, limit: int, beyond: int | None) -> Plan:
+    """The fastest placements that fit when they are played, in a few tries. Raises InfeasibleError naming their peak.
+
+    beyond: by how much peaks are above the usage of placements, if that is known.
+    """
+    usage, peak = place.placements.unlimited(*_SOLVE).peak_usage, 0
+    asked = min(usage, int(limit * USAGE_ABOVE) if beyond is None else int(limit * USAGE_NEAR) - beyond)
+    for _ in range(TEMPLATE_TRIES):
+        if asked < usage and asked < place.placements.least_memory(*_SOLVE[:2]).usage_bytes:
+            break
+        plan = place.within(asked, _SOLVE[0])
+        if plan.predicted.peak_bytes <= limit:
+            return plan
+        peak = peak or plan.predicted.peak_bytes
+        asked -= plan.predicted.peak_bytes - limit
+    told = f"needs {peak:,} bytes a device" if peak else f"needs {usage + (beyond or 0):,} bytes a device by estimate"
+    raise InfeasibleError(told, peak or None)
+
+
+def _row(template: Template, name: str) -> Tried:
+    """What the report says of a template."""
+    sizes = (size for size in (template.dp, template.tp) if size > 1)
+    return Tried(mesh="x".join(map(str, sizes)), template=name, microbatches=template.microbatches)
