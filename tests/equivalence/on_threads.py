@@ -14,6 +14,7 @@ from autopar.errors import InternalError
 from autopar.program import PlannedProgram
 from tests.random_programs.programs import load
 from tests.random_programs.world import thread_world
+from tests.traced import traced_once
 
 STEPS, RATE = 3, 0.05
 Tensors = dict[str, Tensor]
@@ -43,7 +44,8 @@ def planned(model: nn.Module, batch: Tensors, how: str) -> PlannedProgram:
         return parallelize(model, mesh, batch, constraints=constraints)
     world = choices.get("dp", 1) * choices.get("tp", 1) * choices.get("pp", 1)
     mesh = Mesh("cpu", devices_per_node=world)
-    return parallelize(model, mesh, batch, plan=template_plan(model, mesh, batch, **choices))
+    with traced_once():
+        return parallelize(model, mesh, batch, plan=template_plan(model, mesh, batch, **choices))
 
 
 def differences(model: nn.Module, batch: Tensors, how: str) -> list[str] | None:
