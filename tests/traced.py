@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def traced_once() -> Iterator[None]:
-    """While inside, whoever plans the same model for the same inputs again gets the graph of the last time."""
+def traced_once(known: dict[str, Any] | None = None) -> Iterator[None]:
+    """While inside, whoever plans the same model for the same inputs again gets the graph of the last time.
+
+    known: keeps it from one time inside to the next.
+    """
     from autopar import pipeline
 
-    traced, known = pipeline.trace, {}
+    traced, known = pipeline.trace, {} if known is None else known
 
     def trace(model: nn.Module, inputs: Any, **choices: Any) -> Graph:
         parts, identity = _parts(model, inputs)
