@@ -23,7 +23,7 @@ from autopar.ir.stages import check_schedule
 from autopar.ir.tried import Tried
 from autopar.microbatch import divisible
 from autopar.planning import divided
-from autopar.progress import Report
+from autopar.progress import Report, reporting
 from autopar.request import Request
 from autopar.template import template_recompute
 from autopar.trace import Blocks
@@ -167,6 +167,18 @@ class UnequalSearch:
         why = "time is over" if self.clock.is_over else "no neighbour is faster"
         plan = replace(plan, search=replace(plan.search, seconds=round(self.clock.passed_s, 3)))
         return _reported(self._stages(setting), plan, f"{why} after {len(self.tried)} settings")
+
+
+def searched_kinds(
+    graph: Graph, blocks: Blocks, request: Request, profiles: Mapping[str, Profile], clock: Clock,
+    note: Callable[[Tried], None], progress: Report | None,
+) -> list[tuple[Plan, Callable[[], Plan]]]:  # fmt: skip
+    """Plans that fit, each with what says more of it. note: takes a row of the report for each setting. Raises
+    InfeasibleError when none fits."""
+    search = UnequalSearch(graph, blocks, request, profiles, clock, note)
+    with reporting(progress, len(search.shapes) * max(map(len, search.shapes.values()))) as report:
+        found = search.run(report)
+    return [(plan, partial(search.reported, setting, plan)) for setting, plan in found]
 
 
 def unequal_in(
