@@ -16,15 +16,15 @@ class ToldAgain:
     Modules of a list are none of them: a list is written with what is computed again in it.
     """
 
-    def __init__(self, plan: StagePlan) -> None:
-        groups = {block: number for number, blocks in enumerate(plan.blocks) for block in blocks}
-        inside = ((block, path) for path in plan.recompute for block in _around(path) if block in groups)
+    def __init__(self, stage: StagePlan) -> None:
+        groups = {block: number for number, blocks in enumerate(stage.blocks) for block in blocks}
+        inside = ((block, path) for path in stage.recompute for block in _around(path) if block in groups)
         counts = Counter((groups[block], path.removeprefix(block)) for block, path in inside)
         self.block_of: dict[str, str] = {
             f"{block}{rest}": block
             for (number, rest), count in counts.items()
-            if count < len(plan.blocks[number]) and not is_number(rest.rpartition(".")[2])
-            for block in plan.blocks[number]
+            if count < len(stage.blocks[number]) and not is_number(rest.rpartition(".")[2])
+            for block in stage.blocks[number]
         }
 
     def names(self, module: Module) -> dict[str, str]:
