@@ -324,8 +324,10 @@ def reading(node: Node, names: Mapping[str, str]) -> Node:
     if not any(name in names for name in node.operands):
         return node
 
-    def new(name: str) -> Ref:
-        return Ref(names.get(name, name))
+    return reading_each(node, lambda name: names.get(name, name))
 
-    kwargs = tuple((key, map_references(value, new)) for key, value in node.kwargs)
-    return replace(node, args=map_references(node.args, new), kwargs=kwargs)
+
+def reading_each(node: Node, new: Callable[[str], str]) -> Node:
+    """The node that reads `new(name)` in the place of each tensor that it reads, in argument order."""
+    args, kwargs = map_references((node.args, node.kwargs), lambda name: Ref(new(name)))
+    return replace(node, args=args, kwargs=kwargs)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autopar.ir.graph import Atom, Graph, Node, Ref, Stored, map_references
+from autopar.ir.graph import Atom, Graph, Node, Ref, Stored, reading
 from autopar.ir.structure import OWN_BACKWARD, is_random
 
 _IDENTITIES = {"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
@@ -56,7 +56,7 @@ def _drop_identities(graph: Graph, nodes: list[Node]) -> tuple[list[Node], dict[
     kept = []
     strided = {name for node in nodes if ".as_strided" in node.op for name in node.operands}  # they read the memory
     for node in nodes:
-        node = _with_operands(node, renamed)
+        node = reading(node, renamed)
         if _is_identity(graph, node) and strided.isdisjoint(node.results):
             renamed[node.results[0]] = node.operands[0]
         else:
@@ -101,24 +101,12 @@ def _is_identity(graph: Graph, node: Node) -> bool:
     return node.op == "aten.native_dropout.default" and (node.args[1] == 0.0 or node.args[2] is False) and same
 
 
-def _with_operands(node: Node, renamed: dict[str, str]) -> Node:
-    if not any(name in renamed for name in node.operands):
-        return node
-
-    def new(name: str) -> Ref:
-        return Ref(renamed.get(name, name))
-
-    args = map_references(node.args, new)
-    kwargs = tuple((key, map_references(value, new)) for key, value in node.kwargs)
-    return replace(node, args=args, kwargs=kwargs)
-
-
 def _merge_equal(nodes: list[Node]) -> tuple[list[Node], dict[str, str]]:
     seen: dict[Any, Node] = {}
     renamed: dict[str, str] = {}
     kept = []
     for node in nodes:
-        node = _with_operands(node, renamed)
+        node = reading(node, renamed)
         key = (node.op, _typed(node.args), _typed(node.kwargs), node.scope)
         twin = seen.get(key)
         if twin is None or is_random(node) or node.op in OWN_BACKWARD or not _same_results(node, twin):
