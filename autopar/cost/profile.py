@@ -353,8 +353,14 @@ class Profile:
             self._shared[devices_per_node] = replace(
                 self,
                 facts=_slowed(self.facts, slowdown),
-                operators={name: _slowed_calls(curve, slowdown) for name, curve in self.operators.items()},
-                tables={name: _slowed_table(table, slowdown) for name, table in self.tables.items()},
+                operators={
+                    name: replace(curve, call_ns=curve.call_ns and _slowed_pair(curve.call_ns, slowdown))
+                    for name, curve in self.operators.items()
+                },
+                tables={
+                    name: replace(table, rates=tuple(rate * slowdown for rate in table.rates))
+                    for name, table in self.tables.items()
+                },
                 runtime=self.runtime and _slowed_runtime(self.runtime, slowdown),
                 ranks_sharing=devices_per_node,
                 _shared={},
@@ -405,14 +411,6 @@ def _slowed_pair(pair: tuple[int, int], slowdown: float) -> tuple[int, int]:
 
 def _slowed_sizes(points: Sequence[tuple[int, int]], slowdown: float) -> tuple[tuple[int, int], ...]:
     return tuple((size, round(duration * slowdown)) for size, duration in points)
-
-
-def _slowed_calls(curve: OperatorCurve, slowdown: float) -> OperatorCurve:
-    return replace(curve, call_ns=curve.call_ns and _slowed_pair(curve.call_ns, slowdown))
-
-
-def _slowed_table(table: Table, slowdown: float) -> Table:
-    return replace(table, rates=tuple(rate * slowdown for rate in table.rates))
 
 
 def _slowed_runtime(runtime: Runtime, slowdown: float) -> Runtime:

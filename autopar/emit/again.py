@@ -31,7 +31,7 @@ class ToldAgain:
         """For each such module that is called in a block, or in what is inside of it, what tells whether it is computed
         again."""
         called = dict.fromkeys(self._called(module)) if self.block_of else ()
-        paths = [path for path in called if self._is_told(module, path)]
+        paths = [path for path in called if f"{module.path}.".startswith(f"{self.block_of[path]}.")]
         return {path: "again" + (f"_{number}" if number else "") for number, path in enumerate(paths)}
 
     def own(self, module: Module) -> set[str]:
@@ -43,9 +43,6 @@ class ToldAgain:
         yield from sorted(self.own(module))
         for child in module.children.values():
             yield from self._called(child)
-
-    def _is_told(self, module: Module, path: str) -> bool:
-        return f"{module.path}.".startswith(f"{self.block_of[path]}.")
 
 
 def _around(path: str) -> Iterator[str]:

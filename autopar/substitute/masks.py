@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autopar.errors import PlanError
-from autopar.ir.graph import Graph, Node, Ref
+from autopar.ir.graph import Graph, Node, Ref, with_nodes
 from autopar.ir.structure import OWN_BACKWARD, constant_tensors
 from autopar.ops import run
 
@@ -134,6 +134,4 @@ def _live(graph: Graph) -> Graph:
         if not wanted.isdisjoint(node.results):
             wanted.update(node.operands)
             nodes.append(node)
-    kept = {name for node in nodes for name in node.results} | set(graph.inputs) | {s.tensor for s in graph.stored}
-    tensors = {name: tensor for name, tensor in graph.tensors.items() if name in kept}
-    return replace(graph, nodes=tuple(nodes[::-1]), tensors=tensors)
+    return with_nodes(graph, nodes[::-1], graph.tensors)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autopar.ir.graph import Atom, Graph, Node, Ref, Stored, reading
+from autopar.ir.graph import Atom, Graph, Node, Ref, Stored, reading, with_nodes
 from autopar.ir.structure import OWN_BACKWARD, is_random
 
 _IDENTITIES = {"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
@@ -29,21 +29,11 @@ def clean(graph: Graph) -> Graph:
     def final(name: str) -> str:
         return renamed.get(name, name)
 
-    outputs = tuple(final(name) for name in graph.outputs)
-    mutations = {buffer: final(name) for buffer, name in graph.mutations.items()}
-    live = _live_nodes(nodes, {*outputs, *mutations.values()})
-    used = {name for node in live for name in node.operands} | {*outputs, *mutations.values()}
+    leave = {final(name) for name in (*graph.outputs, *graph.mutations.values())}
+    live = _live_nodes(nodes, set(leave))
+    used = {name for node in live for name in node.operands} | leave
     stored = tuple(s for s in graph.stored if s.tensor in used or _is_state(s))
-    kept = {name for node in live for name in node.results} | set(graph.inputs) | {s.tensor for s in stored}
-    return replace(
-        graph,
-        nodes=tuple(live),
-        stored=stored,
-        outputs=outputs,
-        loss=None if graph.loss is None else final(graph.loss),
-        mutations=mutations,
-        tensors={name: tensor for name, tensor in graph.tensors.items() if name in kept},
-    )
+    return with_nodes(replace(graph, stored=stored), live, graph.tensors, final)
 
 
 def _is_state(stored: Stored) -> bool:

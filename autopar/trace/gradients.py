@@ -61,11 +61,13 @@ def _text(node: Node) -> str:
     """The arguments without shapes: flags do not depend on them, dtypes and modes may decide."""
     args, kwargs = map_references((node.args, dict(node.kwargs)), lambda _: None)
     named = (*enumerate(args), *sorted(kwargs.items()))
-    return repr([(name, value) for name, value in named if isinstance(value, (Atom, bool)) or not _is_shape(value)])
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, (int, tuple))
+    return repr(
+        [
+            (name, value)
+            for name, value in named
+            if isinstance(value, (Atom, bool)) or not isinstance(value, (int, tuple))
+        ]
+    )
 
 
 def _ask(node: Node, operands: list[Tensor]) -> tuple[bool, ...]:

@@ -407,7 +407,9 @@ def _reset(value: set[Any], old: dict[Any, Any]) -> None:
 def _generator_state(value: Any) -> tuple[Any, Any] | None:
     """How to read and write the state of a generator of random numbers; None for anything else."""
     if isinstance(value, torch.Generator):
-        return lambda: {"": _state(value)}, lambda old: value.set_state(_bytes(old[""]))
+        return lambda: {"": _state(value)}, lambda old: value.set_state(
+            torch.frombuffer(bytearray(old[""]), dtype=torch.uint8)
+        )
     if isinstance(value, random.Random):
         return lambda: {"": value.getstate()}, lambda old: value.setstate(old[""])
     if isinstance(value, np.random.RandomState):
@@ -423,10 +425,6 @@ def _generator_state(value: Any) -> tuple[Any, Any] | None:
 def _state(generator: torch.Generator) -> bytes:
     with no_dispatch():  # also while a model is exported
         return generator.get_state().numpy().tobytes()
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _same(before: Any, after: Any) -> bool:
