@@ -175,7 +175,7 @@ def _parameter_names(function: Callable[..., Any], needed: bool = False) -> list
 
 
 def export(
-    model: nn.Module, names: list[str], inputs: Inputs, loss_fn: LossFn | None, mode: str, fewest: int = FEWEST,
+    model: nn.Module, inputs: Inputs, loss_fn: LossFn | None, mode: str, fewest: int = FEWEST,
     hooks: Hooks | None = None,
 ) -> tuple[ExportedProgram, list[str]]:  # fmt: skip
     """The functional ExportedProgram and the paths of its outputs; `linear`, attention and the like stay whole.
@@ -184,7 +184,7 @@ def export(
     what forward returns beside tensors, such as a cache of keys and values, is left out. hooks: on gradients of
     parameters, by name.
     """
-    target, args, kwargs = called(model, names, inputs, loss_fn)
+    target, args, kwargs = called(model, inputs, loss_fn)
     target.training = model.training  # and no module's below: each keeps its own mode
     repeats = Repeats(model, sys.maxsize if hooks else fewest)
     left: list[str] = []
@@ -229,7 +229,7 @@ def _warn_of(left: list[str]) -> None:
 
 
 def called(
-    model: nn.Module, names: list[str], inputs: Inputs, loss_fn: LossFn | None
+    model: nn.Module, inputs: Inputs, loss_fn: LossFn | None
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """What is exported, the model or that with its loss, and what it is called with, on the model's device."""
     device = next(model.parameters(), torch.empty(0)).device

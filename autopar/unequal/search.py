@@ -62,7 +62,7 @@ class UnequalSearch:
         self.graph, self.blocks, self.profiles, self.clock, self.note = graph, blocks, profiles, clock, note
         self.request = replace(request, budget=replace(request.budget, seconds=clock.left_s))
         self.paths = tuple(path for group in self.blocks.paths for path in group)
-        self.shapes = {group.profile: _stage_shapes(self.request.mesh, group) for group in self.request.mesh.groups}
+        self.shapes = {group.profile: _stage_shapes(group) for group in self.request.mesh.groups}
         self.divided = cache(lambda count: divided(self.graph, self.blocks, count))
         self.known: dict[Hashable, Plan] = {}
         self.tried: dict[UnequalSetting, Plan | None] = {}
@@ -206,7 +206,7 @@ def _reported(stages: UnequalStages, plan: Plan, why: str) -> Plan:
     return replace(plan, search=report)
 
 
-def _stage_shapes(mesh: Mesh, group: DeviceGroup) -> list[LogicalMesh]:
+def _stage_shapes(group: DeviceGroup) -> list[LogicalMesh]:
     """The axes that a stage of a kind may have: those of each part of a node, or of whole nodes, that divides all."""
     found: dict[LogicalMesh, None] = {}
     for size in range(1, group.num_devices + 1):
