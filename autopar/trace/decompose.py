@@ -8,11 +8,13 @@ reported. So does one that draws random numbers: another way to draw them would 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
+from torch._export import utils
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
 
@@ -128,8 +130,21 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
 
     One pass does both: each pass runs the whole model on fake tensors, which is most of the time that tracing takes.
     """
-    functional: ExportedProgram = program.run_decompositions(_decompositions())
+    with _composites_listed_once():
+        functional: ExportedProgram = program.run_decompositions(_decompositions())
     return functional
+
+
+@contextmanager
+def _composites_listed_once() -> Iterator[None]:
+    """Before torch decomposes a program it lists all composite operators, again for each namespace of operators, which
+    takes as long as a tenth of a small trace; while inside, once."""
+    listed = utils._materialize_cpp_cia_ops
+    utils._materialize_cpp_cia_ops = cache(listed)
+    try:
+        yield
+    finally:
+        utils._materialize_cpp_cia_ops = listed
 
 
 def _decompositions() -> dict[OpOverload, Callable[..., Any]]:

@@ -176,6 +176,7 @@ def _replaced(others: dict[Callable[..., Any], Callable[..., Any]]) -> Iterator[
         for module in list(sys.modules.values())
         if isinstance(module, ModuleType) and not module.__name__.startswith(("torch.", "autopar."))
         for names in (vars(module),)
+        if not by_id.keys().isdisjoint(map(id, list(names.values())))  # most modules have none of them
         for name, value in list(names.items())
         if id(value) in by_id
     ]
