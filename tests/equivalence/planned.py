@@ -45,7 +45,7 @@ ONE_STAGE = "searched_one_stage"
 STEP_PLANS = ("dp", "zero3", "tp", "dp_tp", "searched")
 _SLOWDOWN = 10_000
 
-BUDGET = autopar.SearchBudget(8.0, proposals=200)
+BUDGET = autopar.SearchBudget(4.0, proposals=60)
 """The default search with less time and fewer proposals: every pass is in it, and tests take seconds less a model."""
 
 
