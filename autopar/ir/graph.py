@@ -301,6 +301,16 @@ def found_once(find: Callable[Concatenate[Graph, _Of], _Found]) -> Callable[Conc
     return known
 
 
+def needed(nodes: Sequence[Node], wanted: set[str]) -> list[Node]:
+    """Those of the nodes, in their order, by which what is wanted is made; what these read is wanted from then on."""
+    found = []
+    for node in reversed(nodes):
+        if not wanted.isdisjoint(node.results):
+            wanted.update(node.operands)
+            found.append(node)
+    return found[::-1]
+
+
 _PLAIN = frozenset({bool, int, float, str, type(None), Atom})
 """Of most of what an argument structure holds beside tensors: asked first, as graphs have many of these."""
 
