@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopar.clock import worked
 from autopar.cost import Profile
 from autopar.cost.collectives import INSIDE, collective_time_ns
 from autopar.cost.compute import pointwise_time_ns
@@ -51,6 +52,7 @@ from autopar.simulate.program import Item, Transmission
 from autopar.simulate.schedule import StageProgress, Submesh
 from autopar.simulate.traffic import reached_tensors
 from autopar.simulate.transfers import Transfers, find_transfers
+from autopar.tunables import LAYER_NODE_S
 
 ENDLESS = 1 << 50  # bytes: more than any bucket has
 
@@ -340,6 +342,7 @@ def layer_costs(
     splits: whether backward passes are played in two parts, too. constants_once: what is computed once is no part of
     what stays, of which a stage has the sum over its layers, but of the workspace, of which it has the largest.
     """
+    worked(LAYER_NODE_S * len(graph.nodes))
     shared = profile.shared_by(plan.mesh.devices_per_node)
     trains = plan.mode == "train" and graph.loss is not None
     simulator = Incremental(graph, profile, in_parts=False)

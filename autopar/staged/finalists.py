@@ -74,7 +74,7 @@ class Finalists:
             off[_submeshes(candidate)] = played.step_time_ns / candidate.step_ns
             if played.peak_bytes <= self.layered.limit:
                 plans.append((candidate, played))
-            is_enough = len(plans) >= FINALISTS and quick.left_s < 0
+            is_enough = len(plans) >= FINALISTS and quick.is_over
             if is_enough or len(plans) == most or (plans and self.search.clock.is_over):
                 break
         return plans
