@@ -19,7 +19,7 @@ REDUCE_S = 2e-8
 """An entry of a problem is reduced."""
 BUILD_NODE_S, BUILD_S = 1e-3, 5e-8
 """A problem is built of a graph: a node of it, an entry of its tables."""
-PLAY_S, PLAY_NODE_S, WHOLE_NODE_S, LAYER_NODE_S = 1e-3, 1e-5, 2e-4, 5e-4
+PLAY_S, PLAY_NODE_S, WHOLE_NODE_S, LAYER_NODE_S = 1e-3, 1e-5, 3e-4, 5e-4
 """A plan is simulated, most of which is known: in all, and a node of its graph; a node where nothing is known; and of a
 short graph, where each layer is played alone."""
 RANGES_S = 5e-7
@@ -96,7 +96,7 @@ FINALISTS = 3
 """Plans that are built for the whole model and simulated; more where these do not fit, or simulating is quick. At 1,
 the best by estimate is believed; doubled, deep models take twice as long to simulate."""
 MOST_FINALISTS = 32
-QUICK_S = 1.5
+QUICK_S = 1.0
 """Seconds for which finalists are simulated beyond that, up to so many; doubled, small models are planned later."""
 CORRECTIONS = 3
 """Times that the fastest plan computes fewer layers again, its estimated peak corrected by what was simulated."""
