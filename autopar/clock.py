@@ -52,15 +52,20 @@ def worked_beside(seconds: float, since: float) -> None:
 
 @contextmanager
 def guarded(seconds: float) -> Iterator[None]:
-    """Ends all searches inside after so many seconds of the wall clock. Of several guards the outermost holds."""
+    """Ends all searches inside after so many seconds of the wall clock. Of several guards the outermost holds.
+
+    Work is counted from zero inside: sums of floats depend on where they begin.
+    """
     if _counter.guard_end < math.inf:
         yield
         return
+    before, _counter.work_s = _counter.work_s, 0.0
     _counter.guard_end, _counter.struck = time.monotonic() + seconds, False
     try:
         yield
     finally:
         _counter.guard_end = math.inf
+        _counter.work_s += before
 
 
 def guard_struck() -> bool:
@@ -80,20 +85,19 @@ class Clock:
 
     began: float
     end: float
-    started: float
     is_counted: bool = True
 
     @classmethod
     def of(cls, seconds: float) -> Clock:
         """Of work, from now on."""
         now = _counter.work_s
-        return cls(now, now + seconds, time.monotonic())
+        return cls(now, now + seconds)
 
     @classmethod
     def of_time(cls, seconds: float) -> Clock:
         """Of the wall clock's time, from now on: for whoever would rather have a limit kept than a result again."""
         now = time.monotonic()
-        return cls(now, now + seconds, now, is_counted=False)
+        return cls(now, now + seconds, is_counted=False)
 
     @property
     def now(self) -> float:
@@ -107,16 +111,11 @@ class Clock:
     def within(self, seconds: float) -> Clock:
         """What is left of it, at most so much, from now on."""
         now = self.now
-        return replace(self, began=now, end=min(self.end, now + seconds), started=time.monotonic())
+        return replace(self, began=now, end=min(self.end, now + seconds))
 
     @property
     def passed_s(self) -> float:
-        """The wall clock's time since it began: for people to read, and for nothing else."""
-        return time.monotonic() - self.started
-
-    @property
-    def spent_s(self) -> float:
-        """Of it, since it began."""
+        """Since it began."""
         return self.now - self.began
 
     @property

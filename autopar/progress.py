@@ -32,13 +32,13 @@ class Passes:
 
     def __init__(self, report: Report | None) -> None:
         self._report = report or (_printed if sys.stderr.isatty() else None)
-        self._clock = Clock.of(0.0)
+        self._clock = Clock.of_time(0.0)
 
     def ended(self, name: str, made: str) -> None:
         """A pass has ended; the next begins."""
         if self._report is not None:
             self._report(f"{name}: {made} ({self._clock.passed_s:.1f} s)")
-        self._clock = Clock.of(0.0)
+        self._clock = Clock.of_time(0.0)
 
 
 def _printed(line: str) -> None:

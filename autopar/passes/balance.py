@@ -34,7 +34,7 @@ def balance(front: Front, context: Context) -> Iterator[Candidate]:
         )  # fmt: skip
         for outline, plan in search.run():
             yield of_plan(asked, outline, plan, partial(search.reported, outline, plan))
-        front.spent_s[asked] = search.clock.spent_s
+        front.spent_s[asked] = search.clock.passed_s
 
 
 def _near(asked: Candidate, outline: Outline, front: Front, context: Context) -> Iterator[Candidate]:

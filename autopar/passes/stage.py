@@ -32,7 +32,7 @@ def stage(front: Front, context: Context) -> Iterator[Candidate]:
             )  # fmt: skip
             front.kept["stage", asked] = finalists
             yield from _candidates(asked, finalists)
-            front.spent_s[asked] = clock.spent_s
+            front.spent_s[asked] = clock.passed_s
 
 
 def _near(asked: Candidate, outline: Outline, context: Context) -> Iterator[Candidate]:

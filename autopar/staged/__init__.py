@@ -39,7 +39,8 @@ def searched_stages(
         search = StagedSearch(Layered(graph, blocks, request, profile))
         with reporting(progress, len(search.shapes)) as report:
             found = search.run(report)
-            if all(candidate.peak_bytes > search.admitted for candidate in found) and not is_interrupted():
+            is_too_large = bool(found) and all(candidate.peak_bytes > search.admitted for candidate in found)
+            if is_too_large and not is_interrupted():
                 # What all layers read, such as a mask, may be what does not fit when it is counted with each of them.
                 search = StagedSearch(Layered(graph, blocks, request, profile, constants_once=True))
                 found = search.run(report)

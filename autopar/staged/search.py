@@ -89,7 +89,7 @@ class StagedSearch:
         """Submesh sizes with logical shapes, first of each size the one whose inner axis fills a node, which mostly is
         the best, then each size's next.
 
-        Where stages are pinned, those of so many.
+        Where stages are pinned, those of so many. On few devices one stage is looked at in `places`.
         """
         mesh, layers = self.request.mesh, self.layered.layers.count
         pinned = {c.stages for c in self.request.constraints if c.stages is not None}
@@ -100,6 +100,8 @@ class StagedSearch:
                 f"expected a number of stages that {mesh} and {layers} layers allow, found "
                 f"{' and '.join(map(str, sorted(pinned)))}; relax the constraint"
             )
+        if mesh.num_devices <= FEW_DEVICES and not pinned:
+            sizes.remove(mesh.num_devices)
         sizes.sort(key=lambda size: abs(math.log2(mesh.num_devices / size / LIKELY_STAGES)))
         of_size = [[(size, axes) for axes in reversed(self._shapes_of(size))] for size in sizes]
         return [shape for rank in zip_longest(*of_size) for shape in rank if shape is not None]
