@@ -19,7 +19,7 @@ REDUCE_S = 2e-8
 """An entry of a problem is reduced."""
 BUILD_NODE_S, BUILD_S = 1e-3, 5e-8
 """A problem is built of a graph: a node of it, an entry of its tables."""
-PLAY_S, PLAY_NODE_S, WHOLE_NODE_S, LAYER_NODE_S = 1e-3, 1e-5, 3e-4, 5e-4
+PLAY_S, PLAY_NODE_S, WHOLE_NODE_S, LAYER_NODE_S = 5e-4, 5e-6, 3e-4, 5e-4
 """A plan is simulated, most of which is known: in all, and a node of its graph; a node where nothing is known; and of a
 short graph, where each layer is played alone."""
 RANGES_S = 5e-7

@@ -83,7 +83,7 @@ class Backtracking:
     def run(self, values: Values, seconds: float, most: int = 1 << 30, patience: int = 1 << 30) -> Outcome:
         """The cheapest graphs that are reached within limits.
 
-        seconds: of time. most: of graphs met. patience: of substitutions tried since the best graph was met.
+        seconds: of work. most: of graphs met. patience: of substitutions tried since the best graph was met.
         """
         return self.on(FoundGraph(values, (), (), self.cost(values)), seconds, most, patience)
 

@@ -131,7 +131,7 @@ class UnequalSearch:
             yield replace(setting, schedule=schedule)
 
     def _better(self, best: _Best | None, setting: UnequalSetting, report: Report) -> _Best | None:
-        """The better of the best so far and a setting, unless it was tried, or time is over."""
+        """The better of the best so far and a setting, unless it was tried, or the clock has ended."""
         if setting in self.tried:
             return best
         if best is not None and self.clock.is_over:
