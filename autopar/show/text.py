@@ -28,7 +28,7 @@ def plan_text(plan: Plan) -> str:
         f"{plan.model} on {plan.mesh} as ({_axes(plan)}), {plan.mode}, microbatches {plan.microbatches}",
         prediction_text(plan.predicted, plan.memory_limit),
         f"  search      {search.method}, {search.stop_reason}: cost {time_text(search.cost_ns)}, "
-        f"lower bound {time_text(search.lower_bound_ns)}, {search.seconds:.1f} s",
+        f"lower bound of that problem {time_text(search.lower_bound_ns)}, {search.seconds:.1f} s of work",
     ]
     if plan.mode == "train" and not plan.training:
         lines.append(
