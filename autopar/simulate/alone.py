@@ -48,7 +48,7 @@ from autopar.simulate.parted import PartedStage, stage_in_one
 from autopar.simulate.parts import NUM_BEFORE, Part, PartLowering
 from autopar.simulate.player import Pass, PassKind
 from autopar.simulate.program import Item, Transmission
-from autopar.simulate.schedule import StageProgress, Submesh
+from autopar.simulate.schedule import StageProgress, Submesh, profiles_of_stages
 from autopar.simulate.traffic import reached_tensors
 from autopar.simulate.transfers import Transfers, find_transfers
 
@@ -333,18 +333,18 @@ class LayerCost(NamedTuple):
 
 
 def layer_costs(
-    graph: Graph, plan: Plan, profile: Profile, splits: bool = False, constants_once: bool = False
+    simulator: Incremental, plan: Plan, splits: bool = False, constants_once: bool = False
 ) -> list[LayerCost]:  # fmt: skip
     """The cost of each stage of a plan for one microbatch, whose stages are layers in order. See `LayerCost`.
 
-    splits: whether backward passes are played in two parts, too. constants_once: what is computed once is no part of
-    what stays, of which a stage has the sum over its layers, but of the workspace, of which it has the largest.
+    simulator: of the graph, which knows what it has seen of plans before. splits: whether backward passes are played in
+    two parts, too. constants_once: what is computed once is no part of what stays, of which a stage has the sum over
+    its layers, but of the workspace, of which it has the largest.
     """
-    shared = profile.shared_by(plan.mesh.devices_per_node)
+    graph, profiles = simulator.graph, profiles_of_stages(plan, simulator.profile)
     trains = plan.mode == "train" and graph.loss is not None
-    simulator = Incremental(graph, profile, in_parts=False)
     players = simulator.stages(plan)
-    transfers = find_transfers(graph, plan, players, [shared] * len(players))
+    transfers = find_transfers(graph, plan, players, profiles)
     costs = [
         _cost(player, plan.microbatches, _crossing_ns(transfers, number), constants_once)
         for number, player in enumerate(players)
@@ -352,7 +352,7 @@ def layer_costs(
     if not (splits and trains and len(plan.stages) > 1):
         return costs
     in_two = simulator.stages(replace(plan, schedule=_IN_TWO))
-    return [_with_two_parts(cost, player, shared) for cost, player in zip(costs, in_two, strict=True)]
+    return [_with_two_parts(cost, player) for cost, player in zip(costs, in_two, strict=True)]
 
 
 def _crossing_ns(transfers: Transfers, border: int) -> int:
@@ -399,9 +399,9 @@ def _cost(player: PartedStage, microbatches: int, receive_ns: int, constants_onc
     )
 
 
-def _with_two_parts(cost: LayerCost, player: PartedStage, profile: Profile) -> LayerCost:
+def _with_two_parts(cost: LayerCost, player: PartedStage) -> LayerCost:
     """Plays two microbatches, of which the second holds what every other does."""
-    alone = _Alone(player)
+    alone, profile = _Alone(player), player.variants.profile
     kinds = [PassKind(name) for name in ("begin", FORWARD, FORWARD, BACKWARD_INPUT, BACKWARD_INPUT)]
     _, _, forward, _, first = [alone.play(kind) for kind in kinds]
     _, second = [alone.play(PassKind(BACKWARD_WEIGHT, is_first, not is_first)) for is_first in (True, False)]

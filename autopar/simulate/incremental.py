@@ -30,7 +30,7 @@ from autopar.simulate.program import PriceTable, devices_per_node, sent_values
 from autopar.simulate.schedule import PlayedStep, play_stages, profiles_of_stages
 from autopar.simulate.timeline import Timeline
 from autopar.simulate.unlike import play_unlike
-from autopar.simulate.variants import SentValues, Variants
+from autopar.simulate.variants import KnownParts, SentValues, Variants
 
 KEPT_PLANS = 4
 KEPT_VARIANTS = 4  # of each stage
@@ -41,13 +41,16 @@ class Incremental:
     """Simulates plans one after another."""
 
     def __init__(
-        self, graph: Graph, profile: Profile | Mapping[str, Profile], sums_early: bool = True, in_parts: bool = True
-    ) -> None:
-        """profile, sums_early: as in `simulate`. in_parts: whether stages are cut at all."""
-        self._graph, self._profile, self._sums_early = graph, profile, sums_early
-        self._in_parts = in_parts and sums_early
+        self, graph: Graph, profile: Profile | Mapping[str, Profile], sums_early: bool = True, in_parts: bool = True,
+        may_split: bool = False,
+    ) -> None:  # fmt: skip
+        """profile, sums_early: as in `simulate`. in_parts: whether stages are cut at all. may_split: plans come with
+        backward passes in one part and in two, which are to share what is known."""
+        self.graph, self.profile, self._sums_early = graph, profile, sums_early
+        self._in_parts, self._may_split = in_parts and sums_early, may_split
         self._played: OrderedDict[int, tuple[Plan, PlayedStep | Timeline]] = OrderedDict()
         self._variants: OrderedDict[Hashable, Variants] = OrderedDict()
+        self._known: dict[Hashable, KnownParts] = {}  # of stages that are alike
         self._prices: dict[Hashable, PriceTable] = {}  # of stages on equal axes
         self.num_whole = 0  # stages that were played in one part, though they could be cut
 
@@ -85,20 +88,20 @@ class Incremental:
 
     def _played_now(self, plan: Plan, until_ns: float) -> PlayedStep | Timeline:
         if len(plan.stages) == 1 and (plan.stage.forks or ranks_differ(plan)):
-            own = self._profile
+            own = self.profile
             known = own if isinstance(own, Mapping) else {group.profile: own for group in plan.mesh.groups}
-            return play_unlike(self._graph, plan, known, self._sums_early)
-        return play_stages(self._graph, plan, self.stages(plan), profiles_of_stages(plan, self._profile), until_ns)
+            return play_unlike(self.graph, plan, known, self._sums_early)
+        return play_stages(self.graph, plan, self.stages(plan), profiles_of_stages(plan, self.profile), until_ns)
 
     def stages(self, plan: Plan) -> list[PartedStage]:
         """The plan's stages, ready to be played."""
-        profiles = profiles_of_stages(plan, self._profile)
+        profiles = profiles_of_stages(plan, self.profile)
         return [self._stage(plan, index, profile) for index, profile in enumerate(profiles)]
 
     def _stage(self, plan: Plan, index: int, profile: Profile) -> PartedStage:
         """In parts, if it can be cut."""
         is_split = len(plan.stages) > 1 and SCHEDULES[plan.schedule].splits_backward
-        part, sent = plan.parts[index], sent_values(self._graph, plan, index)
+        part, sent = plan.parts[index], sent_values(self.graph, plan, index)
         graph = self._stage_graph(plan, index, sent)
         if self._in_parts:
             with suppress(Unsupported):
@@ -110,33 +113,38 @@ class Incremental:
         self, plan: Plan, index: int, graph: Graph, profile: Profile, is_cut: bool, is_split: bool
     ) -> Variants:  # fmt: skip
         """What is known of stages of that graph, on such axes."""
-        part = plan.parts[index]
-        key = (
-            id(graph), part.axes, part.mesh, part.microbatches, part.recompute, part.mode, part.optimizer, part.blocks,
-            is_cut, is_split,
-        )  # fmt: skip
-        known = self._variants.get(key)
-        if known is None or known.is_full:
-            per_node = devices_per_node(plan, index)
-            equal = part.axes, part.blocks, part.optimizer, per_node, profile
-            prices = self._prices.setdefault(equal, PriceTable()) if known is None else PriceTable()
-            known = self._variants[key] = Variants(
-                self._graph, graph, part, profile, per_node, is_cut, is_split, self._sums_early, prices
+        part, per_node, is_stage = plan.parts[index], devices_per_node(plan, index), len(plan.stages) > 1
+        may_split = is_split or (self._may_split and is_stage)
+        prices = part.axes, part.blocks, part.optimizer, per_node, profile
+        alike = prices, part.microbatches, part.recompute, part.mode, is_stage, may_split
+        key = id(graph), is_cut, is_split, alike
+        found = self._variants.get(key)
+        if found is None or found.is_full:
+            found = self._variants[key] = Variants(
+                self.graph, graph, part, profile, per_node, is_cut, is_split, self._sums_early,
+                self._known_parts(alike, prices), may_split,
             )  # fmt: skip
             if len(self._variants) > KEPT_VARIANTS * len(plan.stages):
                 self._variants.popitem(last=False)
+        return found
+
+    def _known_parts(self, alike: Hashable, prices: Hashable) -> KnownParts:
+        known = self._known.get(alike)
+        if known is None or known.is_full:
+            table = self._prices.setdefault(prices, PriceTable()) if known is None else PriceTable()
+            known = self._known[alike] = KnownParts(table)
         return known
 
     def _stage_graph(self, plan: Plan, index: int, sent: SentValues) -> Graph:
         """One graph for equal stages, whatever their placements."""
         if len(plan.stages) == 1:
-            return self._graph
+            return self.graph
         stage, firsts = plan.stages[index], tuple([stage.first_rank for stage in plan.stages])
         leaves = tuple([(name, is_answered) for (name, _), is_answered in sent.items()])
         key = index, firsts, tuple(stage.inputs), tuple(stage.nodes), tuple(stage.storage), leaves
-        known: OrderedDict[Hashable, Graph] = self._graph.found.setdefault(("stages", ""), OrderedDict())
+        known: OrderedDict[Hashable, Graph] = self.graph.found.setdefault(("stages", ""), OrderedDict())
         if key not in known:
-            known[key] = stage_graph(self._graph, plan, index)
+            known[key] = stage_graph(self.graph, plan, index)
             if len(known) > KEPT_GRAPHS:
                 known.popitem(last=False)
         return known[key]

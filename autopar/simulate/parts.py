@@ -126,10 +126,10 @@ class Lowered:
     constants: dict[int, int]
     answered: tuple[int, ...]  # what it sends to later stages whose gradient comes back
     keeps: tuple[str, ...]  # the stored tensors that it reads
-    origin: int  # the number of the segment that it was made of
+    origin: Segment  # that it was made of
     is_all: bool  # there is no other segment
     is_marked: bool = False
-    marked: dict[int, tuple[Marked, int]] = field(default_factory=dict)  # by the number of what is wanted
+    marked: dict[tuple[int, bool], tuple[Marked, int]] = field(default_factory=dict)  # by what is wanted, and `splits`
 
     @property
     def num_entering(self) -> int:
@@ -210,12 +210,12 @@ class PartLowering(Lowering):
 
     def __init__(
         self, graph: Graph, plan: StagePlan, profile: Profile, per_node: int, facts: GraphFacts,
-        batched: Mapping[str, int], prices: PriceTable | None = None, is_split: bool = False,
+        batched: Mapping[str, int], prices: PriceTable | None = None, may_split: bool = False,
         coordinates: Coordinates | None = None, others: Sequence[OtherLane] = (),
     ) -> None:  # fmt: skip
-        """is_split: the backward pass comes in two parts; coordinates, others: as in `Lowering`."""
+        """may_split: the backward pass may come in two parts; coordinates, others: as in `Lowering`."""
         prices = PriceTable() if prices is None else prices
-        super().__init__(graph, plan, profile, per_node, facts, prices, batched, is_split, coordinates, others)
+        super().__init__(graph, plan, profile, per_node, facts, prices, batched, may_split, coordinates, others)
         self._moved: dict[object, int] = {}
 
     def lower(
@@ -225,7 +225,7 @@ class PartLowering(Lowering):
         """The segment's part. steps: of the plan's conversions by tensor and target; sent: what it sends to later
         stages, and whether the gradient comes back."""
         self.plan, self.steps = plan, steps
-        self.program = program = LocalProgram(splits=self.splits)
+        self.program = program = LocalProgram()
         self.known, self.placements, self.units, self.places = {}, {}, {}, {}
         self.constants, self.calls = {}, []
         self._unit("")
@@ -248,7 +248,7 @@ class PartLowering(Lowering):
             program, self.calls, before, leaving, storages, after,
             self.known[loss, self.placements[loss]] if made and loss is not None else -1, self.constants,
             tuple([program.sends[value] for value, is_answered in sent.items() if is_answered]), segment.keeps,
-            segment.number, len(segment.nodes) == len(self.graph.nodes),
+            segment, len(segment.nodes) == len(self.graph.nodes),
         )  # fmt: skip
 
     def _enter_values(self, segment: Segment, before: Arriving) -> None:
@@ -362,9 +362,10 @@ class PartLowering(Lowering):
 
     # Gradients ----------------------------------------
 
-    def mark(self, lowered: Lowered, wanted: Wanted) -> Marked:
-        """The part with what later ones want of it."""
+    def mark(self, lowered: Lowered, wanted: Wanted, splits: bool) -> Marked:
+        """The part with what later ones want of it. splits: the backward pass comes in two parts."""
         program = self.program = copy.copy(lowered.program)
+        program.splits = splits
         if lowered.is_marked:
             program.values, program.items = _unmarked(program)
         lowered.is_marked = True
@@ -393,7 +394,7 @@ class PartLowering(Lowering):
             )
         ] + program.memory[lowered.num_memory :]
         self.program = program
-        program.end, program.begins, program.is_all = end, lowered.origin == 0, lowered.is_all
+        program.end, program.begins, program.is_all = end, lowered.origin.number == 0, lowered.is_all
         program.gathers = self._own_gathers(program, len(lowered.before.values))
         orders = find_orders(program, self.profile)
         buffers = _buffers(lowered, gradients)

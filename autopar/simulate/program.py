@@ -335,7 +335,7 @@ class Lowering:
 
     def __init__(
         self, graph: Graph, plan: StagePlan, profile: Profile, per_node: int, facts: GraphFacts, prices: PriceTable,
-        batched: Mapping[str, int], is_split: bool = False, coordinates: Coordinates | None = None,
+        batched: Mapping[str, int], may_split: bool = False, coordinates: Coordinates | None = None,
         others: Sequence[OtherLane] = (),
     ) -> None:  # fmt: skip
         """coordinates: of the rank, where ranks run branches. others: lanes that what is sent lasts as long on."""
@@ -355,11 +355,11 @@ class Lowering:
         self.units: dict[str, int] = {}
         self.recomputed = frozenset(plan.recompute)
         self.places: dict[str, int] = {}
-        self.leading_back = tensors_on_the_way(graph) if is_split else frozenset()
+        self.leading_back = tensors_on_the_way(graph) if may_split else frozenset()
         self.trains = plan.mode == "train" and (
             graph.loss is not None or graph.ends is not None
         )  # a stage may lead to it
-        self.splits = self.trains and is_split
+        self.may_split = self.trains and may_split
         self.constants: dict[int, int] = {}  # storage -> bytes of what is computed once and kept
         self.batch = next(iter(batched.values()), 0)  # of the whole graph: a stage may read no input of the model
         self.calls: list[tuple[int, Call | None]] = []  # items that run each microbatch, where they are recomputed
@@ -609,7 +609,7 @@ class Lowering:
     def _operator_price(self, node: Node, placements: NodePlan, inputs: list[int], outputs: list[int]) -> OperatorPrice:
         """That of a twin in an equal block with equal placements, whichever plan had it."""
         values = self.program.values
-        back = tuple([values[value].leads_back for value in inputs]) if self.splits else ()
+        back = tuple([values[value].leads_back for value in inputs]) if self.may_split else ()
         key = self.twins.get(node.name, node.name), placements, back
         known = self.prices.operators.get(key)
         if known is None:

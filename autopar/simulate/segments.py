@@ -46,21 +46,26 @@ class Segment:
 
 
 def known_segments(
-    graph: Graph, facts: GraphFacts, recomputed: frozenset[str], is_cut: bool = True, is_split: bool = False
+    whole: Graph, graph: Graph, facts: GraphFacts, recomputed: frozenset[str], is_cut: bool = True,
+    is_split: bool = False,
 ) -> tuple[Segment, ...]:  # fmt: skip
-    """As `segments_of`, found once for a graph."""
-    key = "segments", f"{sorted(recomputed)} {ROOT_NODES if is_cut else 0} {is_split}"
+    """As `segments_of`, found once for a graph. whole: of all stages, which may have equal segments."""
+    key = "segments", f"{sorted(recomputed)} {ROOT_NODES if is_cut else 0} {is_split and is_cut}"
     if key not in graph.found:
-        graph.found[key] = segments_of(graph, facts, recomputed, is_cut, is_split)
+        kinds: dict[Hashable, int] = whole.found.setdefault(("kinds", ""), {})
+        graph.found[key] = segments_of(graph, facts, recomputed, is_cut, is_split, kinds)
     found: tuple[Segment, ...] = graph.found[key]
     return found
 
 
 def segments_of(
-    graph: Graph, facts: GraphFacts, recomputed: frozenset[str], is_cut: bool = True, is_split: bool = False
+    graph: Graph, facts: GraphFacts, recomputed: frozenset[str], is_cut: bool = True, is_split: bool = False,
+    kinds: dict[Hashable, int] | None = None,
 ) -> tuple[Segment, ...]:  # fmt: skip
     """The segments of a stage's graph, or all of it as one. What the stage receives comes about in the first one, what
-    it sends is read in the last one. is_split: its backward pass comes in two parts."""
+    it sends is read in the last one. is_split: its backward pass comes in two parts. kinds: by form, of other stages'
+    segments, too; these are added."""
+    kinds = {} if kinds is None else kinds
     way = tensors_on_the_way(graph) if is_split and is_cut else frozenset[str]()
     runs = _runs(graph, facts, recomputed) if is_cut and graph.nodes else [graph.nodes]
     while (
@@ -79,7 +84,7 @@ def segments_of(
     for name in graph.received:
         last.setdefault(name, 0)
     enters = tuple(name for name in graph.inputs if name in last and name not in graph.received)
-    found, kinds = [], dict[Hashable, int]()
+    found = []
     for number, run in enumerate(runs):
         received = graph.received if number == 0 else ()
         made = (*received, *(name for node in run for name in node.results))
@@ -91,10 +96,10 @@ def segments_of(
         after = tuple(sorted(crossing, key=lambda name: -last[name]))
         leaves = tuple(places[name] for name in after)
         ends = number == 0, number == len(runs) - 1
-        kind = 0
+        form: Hashable = ("a whole stage", len(kinds))  # like no other
         if len(runs) > 1:
             form = _form(graph, facts, recomputed, run, enters, leaves, (*made, *begun), stored, ends, way)
-            kind = kinds.setdefault(form, len(kinds))
+        kind = kinds.setdefault(form, len(kinds))
         keeps = tuple(dict.fromkeys(n for node in run for n in node.operands if n in graph.stored_by_tensor))
         found.append(Segment(number, run, enters, leaves, (*made, *begun), stored, keeps, kind))
         enters = after
@@ -194,7 +199,37 @@ def _inside(path: str, prefix: str) -> str:
 
 
 Key = tuple[str, Placement]
-KEPT_OBJECTS = 1 << 16
+
+
+class Numbers:
+    """One number for equal things. Objects that plans share are looked at once, and kept here, which keeps their
+    identity."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._contents: list[Any] = []
+        self._objects: dict[int, tuple[int, Hashable]] = {}
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    def of(self, content: Hashable) -> int:
+        """The number of something. Tuples with other names are other things, even where both are empty."""
+        number = self._numbers.setdefault((type(content), content), len(self._contents))
+        if number == len(self._contents):
+            self._contents.append(content)
+        return number
+
+    def of_object(self, content: Hashable) -> int:
+        """As `of`, for what plans share."""
+        known = self._objects.get(id(content))
+        if known is None:
+            known = self._objects[id(content)] = self.of(content), content
+        return known[0]
+
+    def content(self, number: int) -> Any:
+        """What has the number."""
+        return self._contents[number]
 
 
 class Differences:
@@ -203,13 +238,12 @@ class Differences:
     steps: of the plan's conversions. Segments get a number of what a plan says of them: equal of equal ones.
     """
 
-    def __init__(self, graph: Graph, segments: Sequence[Segment], plan: StagePlan) -> None:
+    def __init__(self, graph: Graph, segments: Sequence[Segment], plan: StagePlan, numbers: Numbers) -> None:
         self._graph, self._segments, self._recomputes = graph, segments, bool(plan.recompute)
         self._of_node = [segment.number for segment in segments for _ in segment.nodes]
         self._names = [node.name for node in graph.nodes]
         self._stored = [item.tensor for item in graph.stored]
-        self._numbers: dict[Hashable, int] = {}
-        self._objects: dict[int, tuple[int, Hashable]] = {}  # by identity, which holds as long as they are kept here
+        self._numbers = numbers
         self._known: list[int] = [-1] * len(segments)
         self._last: StagePlan | None = None
         self._nodes: list[Any] = [None] * len(self._names)
@@ -226,11 +260,6 @@ class Differences:
         self.steps: dict[Key, tuple[Step, ...]] = {}
         self.bases: dict[str, Placement] = {}
         self._changed_storage: set[int] = set()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it keeps too much."""
-        return len(self._objects) > KEPT_OBJECTS
 
     def numbers(self, plan: StagePlan) -> list[int]:
         """For each segment."""
@@ -277,7 +306,7 @@ class Differences:
         for node, placed in zip(self._graph.nodes, self._nodes, strict=True):
             self.bases.update(zip(node.results, placed.results, strict=True))
         self.bases.update((name, kept.placement) for name, kept in zip(self._stored, self._storage, strict=True))
-        self._storage_codes = [*map(self._number, self._storage)]
+        self._storage_codes = [*map(self._numbers.of_object, self._storage)]
         self._redistributes = plan.redistributes
         self.steps = {(one.tensor, one.target): one.steps for one in plan.redistributes}
         self._changed_segments = {*range(len(self._segments))}
@@ -308,7 +337,7 @@ class Differences:
         for number in _places_of_others(found, self._storage):
             self._follow_tensor(self._stored[number], found[number].placement)
             self._changed_storage.add(number)
-            self._storage_codes[number] = self._number(found[number])
+            self._storage_codes[number] = self._numbers.of_object(found[number])
         self._storage = found
 
     def _follow_steps(self, plan: StagePlan) -> None:
@@ -332,25 +361,17 @@ class Differences:
         nodes = tuple(self._codes[begin : begin + len(segment.nodes)])
         storage = tuple([self._storage_codes[place] for place in places])
         read = self._read_elsewhere(segment, plan) if self._recomputes else ()
-        return self._numbers.setdefault((segment.kind, nodes, storage, read), len(self._numbers))
+        return self._numbers.of((segment.kind, nodes, storage, read))
 
     def _code_of(self, number: int) -> int:
         """What the plan says of a node: its placements, and the ways of its operands that are converted."""
         node, placed, bases, steps = self._graph.nodes[number], self._nodes[number], self.bases, self.steps
-        key = [self._number(placed)]
+        key = [self._numbers.of_object(placed)]
         for name, placement in zip(node.operands, placed.operands, strict=True):
             if bases[name] != placement:
                 way = steps.get((name, placement))
-                key.append(-1 if way is None else self._number(way))
-        return key[0] if len(key) == 1 else self._numbers.setdefault(tuple(key), len(self._numbers))
-
-    def _number(self, content: Hashable) -> int:
-        """One number for equal things; the same object is looked at once."""
-        known = self._objects.get(id(content))
-        if known is None:
-            number = self._numbers.setdefault(content, len(self._numbers))
-            known = self._objects[id(content)] = number, content
-        return known[0]
+                key.append(-1 if way is None else self._numbers.of_object(way))
+        return key[0] if len(key) == 1 else self._numbers.of(tuple(key))
 
     def _read_elsewhere(self, segment: Segment, plan: StagePlan) -> Hashable:
         """Of what crosses its ends and is converted: the targets that other segments read, too, which decides what

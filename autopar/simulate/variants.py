@@ -40,10 +40,10 @@ from autopar.simulate.parts import (
 )
 from autopar.simulate.player import BEGUN, Meet, Pass, Played, Player, finished
 from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, OtherLane, PriceTable, StoredPrice, Transmission
-from autopar.simulate.segments import Differences, Key, Segment, known_segments
+from autopar.simulate.segments import Differences, Key, Numbers, Segment, known_segments
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways
 
-KEPT_PARTS = 1 << 12  # of a graph: more are forgotten all at once
+KEPT_PARTS, KEPT_OBJECTS = 1 << 12, 1 << 16  # of equal stages: more are forgotten all at once
 
 
 SentValues = Mapping[tuple[str, Placement], bool]
@@ -78,26 +78,46 @@ class Joined(NamedTuple):
         return [player.part for player in self.players]
 
 
+class KnownParts:
+    """What is known of parts of a model's stages that are alike but for their placements, whichever stage has them.
+
+    lowered: by kind of segment, what the plan says of it, and what comes in. prices: of whatever runs on equal axes.
+    """
+
+    def __init__(self, prices: PriceTable | None = None) -> None:
+        self.prices = PriceTable() if prices is None else prices
+        self.numbers, self.ways = Numbers(), Ways()
+        self.lowered: dict[tuple[int, int, int], tuple[Lowered, int]] = {}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is too much."""
+        return len(self.lowered) > KEPT_PARTS or len(self.numbers) > KEPT_OBJECTS
+
+
 class Variants:
     """Lowers plans by what is new in them."""
 
     def __init__(
         self, whole: Graph, graph: Graph, plan: StagePlan, profile: Profile, per_node: int, is_cut: bool = True,
-        is_split: bool = False, sums_early: bool = True, prices: PriceTable | None = None,
+        is_split: bool = False, sums_early: bool = True, known: KnownParts | None = None, may_split: bool = False,
         coordinates: Coordinates | None = None, others: Sequence[OtherLane] = (),
     ) -> None:  # fmt: skip
         """graph, plan: of the stage; whole: of all stages; is_cut: into segments; is_split: the backward pass comes in
-        two parts; sums_early: as in `PartPlayer`; prices: of stages on equal axes; the rest as in `Lowering`."""
+        two parts; may_split: it does in another plan with the same parts; sums_early: as in `PartPlayer`; known: of
+        such stages; the rest as in `Lowering`."""
         self.graph, self.profile, self.is_stage = graph, profile, graph.ends is not None
-        self._sums_early = sums_early
-        facts = graph_facts(whole, profile.device_type)
-        self.segments = known_segments(graph, facts, frozenset(plan.recompute), is_cut, is_split)
+        self._sums_early, self.known = sums_early, known or KnownParts()
+        facts, self._numbers = graph_facts(whole, profile.device_type), self.known.numbers
+        self.segments = known_segments(whole, graph, facts, frozenset(plan.recompute), is_cut, is_split)
         batched = {name: whole.tensors[name].shape[0] for name in batch_inputs(whole)}
         self.lowering = PartLowering(
-            graph, plan, profile, per_node, facts, batched, prices, is_split, coordinates, others
+            graph, plan, profile, per_node, facts, batched, self.known.prices, is_split or may_split, coordinates,
+            others,
         )  # fmt: skip
         self.trains = self.lowering.trains
-        self.differences = Differences(graph, self.segments, plan)
+        self.splits = self.trains and is_split
+        self.differences = Differences(graph, self.segments, plan, self._numbers)
         self._all = [[*enumerate(segment.keeps)] for segment in self.segments]
         self._shared = [
             [(place, name) for place, name in enumerate(segment.keeps) if name not in segment.stored]
@@ -105,27 +125,16 @@ class Variants:
         ]  # fmt: skip
         keeps = Counter(name for segment in self.segments for name in segment.keeps)
         self._read_by_several = [name for name, count in keeps.items() if count > 1]
-        self._numbers: dict[Hashable, int] = {}
-        self._contents: list[Any] = []
-        self._lowered: dict[tuple[int, int, int], tuple[Lowered, int]] = {}
-        self._ways = Ways()
         self._joined: dict[tuple[PartPlayer, ...], Joined] = {}
         self._gathered: dict[Hashable, FirstGathers] = {}
         self._stored_prices: list[StoredPrice] = [StoredPrice(0, 0, 0, (0, 0))] * len(graph.stored)
         self._updated = 0, 0
-        self._named: dict[tuple[int, int], dict[str, str]] = {}
+        self._named: dict[tuple[Segment, int], dict[str, str]] = {}
 
     @property
     def is_full(self) -> bool:
         """Whether it knows too much."""
-        return max(len(self._lowered), len(self._joined)) > KEPT_PARTS or self.differences.is_full
-
-    def _number(self, content: Hashable) -> int:
-        """One number for equal things of a kind: tuples with other names are equal where both are empty."""
-        number = self._numbers.setdefault((type(content), content), len(self._contents))
-        if number == len(self._contents):
-            self._contents.append(content)
-        return number
+        return self.known.is_full or len(self._joined) > KEPT_PARTS
 
     # Lowering ----------------------------------------
 
@@ -134,21 +143,21 @@ class Variants:
         lowered = self._lowered_parts(plan, sent)
         marked = self._marked_parts(lowered)
         first = marked[0].lowered
-        before = self._number(KeptBefore((False,) * first.num_memory, (False,) * first.num_entering))
+        before = self._numbers.of(KeptBefore((False,) * first.num_memory, (False,) * first.num_entering))
         keeping = []
         for one in marked:
             keeping.append(before)
             after = one.after.get(before)
             if after is None:
-                after = one.after[before] = self._number(kept_after(one, self._contents[before]))
+                after = one.after[before] = self._numbers.of(kept_after(one, self._numbers.content(before)))
             before = after
-        wanted = self._number(Gradients((-1,) * len(lowered[-1].leaving), ()))
+        wanted = self._numbers.of(Gradients((-1,) * len(lowered[-1].leaving), ()))
         parts: list[Part] = []
         for one, kept in zip(reversed(marked), reversed(keeping), strict=True):
             known = one.finished.get((kept, wanted))
             if known is None:
-                part = self.lowering.finish(one, self._contents[kept], self._contents[wanted])
-                known = one.finished[kept, wanted] = part, self._number(part.before)
+                part = self.lowering.finish(one, self._numbers.content(kept), self._numbers.content(wanted))
+                known = one.finished[kept, wanted] = part, self._numbers.of(part.before)
             parts.append(known[0])
             wanted = known[1]
         return parts[::-1]
@@ -156,17 +165,17 @@ class Variants:
     def _lowered_parts(self, plan: StagePlan, sent: SentValues) -> list[Lowered]:
         numbers = [*self.differences.numbers(plan)]
         if self.is_stage:
-            received = tuple([plan.inputs[name] for name in self.graph.received])
-            numbers[0] = self._number((numbers[0], received))
-            numbers[-1] = self._number((numbers[-1], tuple(sent.items())))
-        before, found = self._number(self._begin(plan)), []
+            received = tuple([(name, plan.inputs[name]) for name in self.graph.received])
+            numbers[0] = self._numbers.of((numbers[0], received))  # by name: what is sent is looked up by that
+            numbers[-1] = self._numbers.of((numbers[-1], tuple(sent.items())))
+        before, found = self._numbers.of(self._begin(plan)), []
         for segment, number in zip(self.segments, numbers, strict=True):
-            known = self._lowered.get((segment.kind, number, before))
+            known = self.known.lowered.get((segment.kind, number, before))
             if known is None:
                 leaving = sent if segment.number == len(self.segments) - 1 else {}
                 steps = dict(self.differences.steps)
-                part = self.lowering.lower(segment, plan, steps, self._contents[before], leaving)
-                known = self._lowered[segment.kind, number, before] = part, self._number(part.after)
+                part = self.lowering.lower(segment, plan, steps, self._numbers.content(before), leaving)
+                known = self.known.lowered[segment.kind, number, before] = part, self._numbers.of(part.after)
             found.append(known[0])
             before = known[1]
         return found
@@ -183,15 +192,15 @@ class Variants:
     def _marked_parts(self, lowered: Sequence[Lowered]) -> list[Marked]:
         last = lowered[-1]
         count = len(last.leaving)
-        wanted = self._number(
+        wanted = self._numbers.of(
             Wanted((False,) * count, (0,) * count, (True,) * count, (False,) * len(last.storages))
         )  # fmt: skip
         found = []
         for part in reversed(lowered):
-            known = part.marked.get(wanted)
+            known = part.marked.get((wanted, self.splits))
             if known is None:
-                marked = self.lowering.mark(part, self._contents[wanted])
-                known = part.marked[wanted] = marked, self._number(marked.before)
+                marked = self.lowering.mark(part, self._numbers.content(wanted), self.splits)
+                known = part.marked[wanted, self.splits] = marked, self._numbers.of(marked.before)
             found.append(known[0])
             wanted = known[1]
         return found[::-1]
@@ -239,7 +248,7 @@ class Variants:
         return known
 
     def _join_regathering(self, parts: Sequence[Part], shares: Sequence[tuple[Share, ...]]) -> Joined:
-        if self.lowering.splits and len(parts) > 1:
+        if self.splits and len(parts) > 1:
             raise Unsupported("the second part of a backward pass asks for all parameters when it begins")
         lent = self._lent(parts)
         following, preceding = _neighbours(parts)
@@ -272,7 +281,7 @@ class Variants:
         filled = []
         for part in reversed(parts):
             if part.ways is None:
-                part.ways = ways_of(part, self._ways)
+                part.ways = ways_of(part, self.known.ways)
             of_part = []
             for on_way in part.ways:
                 groups, after = on_way.fill(opened.get(on_way.way) if on_way.crosses else None)
@@ -284,7 +293,7 @@ class Variants:
         for part, of_part in zip(parts, reversed(filled), strict=True):
             own: tuple[Share, ...] = ()
             for on_way, groups in zip(part.ways or (), of_part, strict=True):
-                shares, rest = on_way.share(groups, added.get(on_way.way), self._ways, self._sent)
+                shares, rest = on_way.share(groups, added.get(on_way.way), self.known.ways, self._sent)
                 own += shares
                 if on_way.crosses:
                     added[on_way.way] = rest
@@ -324,13 +333,13 @@ class Variants:
             return (joined.following if int(whose) == FOLLOWING else joined.preceding)[number][0], which
         return joined.root_parts[int(whose)], which
 
-    def _names(self, origin: int, number: int) -> Mapping[str, str]:
-        """What is called so in a segment, as it is called in an equal one."""
-        if origin == number:
+    def _names(self, origin: Segment, number: int) -> Mapping[str, str]:
+        """What is called so in a segment, of this stage or another, as it is called in an equal one."""
+        if origin is self.segments[number]:
             return {}
         known = self._named.get((origin, number))
         if known is None:
-            pairs = zip(_names_in(self.segments[origin]), _names_in(self.segments[number]), strict=True)
+            pairs = zip(_names_in(origin), _names_in(self.segments[number]), strict=True)
             known = self._named[origin, number] = dict(pairs)
         return known
 
@@ -413,7 +422,7 @@ class Variants:
                     one.reduces_each, one.unit, one.unit in last,
                 ) for n, one in [(n, slots[n]) for n in part.first]
             ])  # fmt: skip
-            part.first_form = self._number(form)
+            part.first_form = self._numbers.of(form)
         return part.first_form
 
     def _played_gathers(self, parts: Sequence[Part], carried: Carried, meet: Meet | None) -> FirstGathers:

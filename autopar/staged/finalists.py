@@ -15,7 +15,7 @@ from autopar.ir.plan import Choice, Plan, SearchReport
 from autopar.ir.tried import Tried
 from autopar.planning import DividedGraph, Place
 from autopar.refusal import does_not_fit
-from autopar.simulate import Incremental, Timeline, predict, simulate, traffic_by_submesh
+from autopar.simulate import Incremental, Timeline, predict, traffic_by_submesh
 from autopar.staged.mixing import keeping_more
 from autopar.staged.search import StagedSearch
 from autopar.staged.ways import EstimatedStages, StageStrategy
@@ -35,7 +35,7 @@ class Finalists:
         self._simulator = cache(self._new_simulator)
 
     def _new_simulator(self, microbatches: int) -> Incremental:
-        """Of plans of one stage, in which equal layers are lowered and played once."""
+        """Of plans in which equal layers, of whichever stage, are lowered and played once."""
         return Incremental(self.layered.part(microbatches).graph, self.layered.shared)
 
     @cached_property
@@ -122,11 +122,7 @@ class Finalists:
 
     def _simulated(self, candidate: EstimatedStages) -> Timeline:
         """What the simulator says of a candidate, noted in a row."""
-        plan = self._built(candidate)
-        if len(plan.stages) > 1:
-            played = simulate(self._part(candidate).graph, plan, self.layered.shared)
-        else:
-            played = self._simulator(candidate.microbatches).timeline(plan)
+        played = self._simulator(candidate.microbatches).timeline(self._built(candidate))
         self._note(replace(candidate.row, step_time_ns=played.step_time_ns, peak_bytes=played.peak_bytes))
         return played
 

@@ -20,6 +20,7 @@ from autopar.ir.placement import Axis
 from autopar.microbatch import batch_types
 from autopar.planning import DividedGraph, Place, divided, microbatch_counts
 from autopar.request import Request
+from autopar.simulate import Incremental
 from autopar.simulate.alone import LayerCost, layer_costs
 from autopar.simulate.cores import part_of_step, sharing_of
 from autopar.staged.ways import EstimatedStages, Setting, StageStrategy
@@ -52,6 +53,7 @@ class Layered:
         self.admitted = int(self.limit * PEAK_SLACK)
         self.short_part, self.part = cache(self._short_part), cache(self._part)
         self.short_place, self.kind = cache(self._short_place), cache(self._kind)
+        self._layer_simulator = cache(self._new_layer_simulator)
 
     def _times_ns(self) -> dict[str, int]:
         """Of each operator on one device, both ways."""
@@ -66,6 +68,10 @@ class Layered:
 
     def _part(self, microbatches: int) -> DividedGraph:
         return divided(self.graph, self.blocks, microbatches)
+
+    def _new_layer_simulator(self, microbatches: int) -> Incremental:
+        """Of the short graph's layers, each in one part, as they are run in one way and another."""
+        return Incremental(self.short_part(microbatches).graph, self.shared, in_parts=False, may_split=True)
 
     def _short_place(self, axes: LogicalMesh, microbatches: int, zero: int | None) -> Place:
         part, request = self.short_part(microbatches), self.request
@@ -193,7 +199,7 @@ class Layered:
         firsts = [layer * setting.num_devices % self.request.mesh.num_devices for layer in range(count)]
         cut_plan = cut(part.graph, plan, self._short_members, firsts, "1f1b")
         splits = self.may_wait(setting.num_stages, way.recompute)
-        costs = layer_costs(part.graph, cut_plan, self.shared, splits, self.constants_once)
+        costs = layer_costs(self._layer_simulator(setting.microbatches), cut_plan, splits, self.constants_once)
         every = [costs[layer] for layer in short.layer_of or (0,)]
         columns = {name: np.array([getattr(cost, name) for cost in every]) for name in LayerCost._fields}
         return StageKind(
