@@ -252,7 +252,6 @@ class _Ranges:
             self._fitting[key] = last
         return self._fitting[key]
 
-
     def last_fitting_from(self, begin: int, num_in_flight: int, limit: int) -> int:
         """The last end of a stage from one layer on that fits; the layer itself where none does."""
         resident, activations, workspace = self._listed
