@@ -33,7 +33,7 @@ from autopar.ir.tried import Tried
 from autopar.ir.writing import write_whole
 from autopar.microbatch import check_plan
 from autopar.profiler import load_profile, profiles_of
-from autopar.progress import Passes, Report, reporting
+from autopar.progress import Ended, Report, reporting, reporting_passes
 from autopar.request import Request
 from autopar.show.text import rules_text
 from autopar.substitute import GraphCandidate
@@ -105,7 +105,7 @@ class Context:
 
     request: Request
     progress: Report | None = None
-    passes: Passes = field(default_factory=lambda: Passes(None))
+    ended: Ended = field(default_factory=lambda: reporting_passes(None))
     rows: list[Tried] = field(default_factory=list)
     rewriting: Callable[[], Rewriting] | None = None  # says what came of equal graphs, at the end
 
@@ -265,10 +265,10 @@ def refused(candidate: Candidate, error: AutoparError) -> Tried:
 
 # The loop ----------------------------------------
 
-Pass = Callable[[Front, Context], Iterable[Candidate]]
+SearchPass = Callable[[Front, Context], Iterable[Candidate]]
 
 
-def search(passes: Sequence[Pass], graph: Graph, context: Context) -> tuple[Graph, Plan]:
+def search(passes: Sequence[SearchPass], graph: Graph, context: Context) -> tuple[Graph, Plan]:
     """The best plan that passes find of a model's graph, or of a graph equal to it, with that graph.
 
     Raises InfeasibleError, or the first refusal, where nothing is found; Interrupted where there was nothing yet when
@@ -285,7 +285,7 @@ def search(passes: Sequence[Pass], graph: Graph, context: Context) -> tuple[Grap
     return front.best.graph, _told(front.best, context)
 
 
-def _run(one: Pass, front: Front, context: Context) -> None:
+def _run(one: SearchPass, front: Front, context: Context) -> None:
     """One pass: what it finds is added, and the best verified."""
     name = one.__name__
     found: list[Candidate] = []
@@ -304,7 +304,7 @@ def _run(one: Pass, front: Front, context: Context) -> None:
     context.rows += front.settle()
     _dump(f"{front.round}-{name}", found)
     if found and front.best is not None:
-        context.passes.ended(name, f"{front.best.step_ns / 1e6:.3f} ms a step")
+        context.ended(name, f"{front.best.step_ns / 1e6:.3f} ms a step")
 
 
 def _told(best: Candidate, context: Context) -> Plan:

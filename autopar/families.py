@@ -10,9 +10,9 @@ memory each, the rest all of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 from autopar.clock import is_interrupted
@@ -21,6 +21,7 @@ from autopar.interop import block_layers, fold
 from autopar.interop.submeshes import divisors
 from autopar.intraop import SOFT_PENALTY_NS, KeptParameter, Placements, prepare_placements
 from autopar.ir.graph import Graph, is_inside
+from autopar.ir.outline import Outline
 from autopar.ir.placement import Type
 from autopar.ir.plan import Plan
 from autopar.ir.structure import batch_inputs
@@ -315,6 +316,23 @@ class Family:
         again = template_recompute(self.graph, self.paths, template.recompute)
         request = replace(self.request, constraints=(*rules, *self.request.constraints), recompute=again)
         return ShortPlace(whole, axes, request, self.profile, short=short, simulator=simulator)
+
+
+def faster_templates(
+    graph: Graph, plan: Plan, request: Request
+) -> tuple[list[Tried], Iterator[tuple[Outline, Plan, Callable[[], Plan]]]]:
+    """Templates for a plan's graph that may be faster than it: a row of the report for each that was looked at, and of
+    those that fit the outline, the plan, and what states it for the step."""
+    family = Family(graph, plan, request)
+    family.look()
+    found = ((place.outline, plan, partial(_stated, name, place, plan)) for name, place, plan in family.found)
+    return family.rows, found
+
+
+def _stated(name: str, place: Place, plan: Plan) -> Plan:
+    """A template as a plan for the step."""
+    stated = place.part.with_traffic(plan)
+    return replace(stated, search=replace(stated.search, method=f"template {name}: {plan.search.method}"))
 
 
 class _KnownTemplate:

@@ -37,7 +37,7 @@ from autopar.passes.rewrite import rewrite
 from autopar.passes.stage import stage
 from autopar.passes.template import template
 from autopar.program import PlannedProgram, model_state
-from autopar.progress import Passes, Report
+from autopar.progress import Ended, Report, reporting_passes
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
 from autopar.rewrites import graph_of
 from autopar.simulate import Timeline
@@ -93,39 +93,39 @@ def parallelize(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, constraints=constraints,
         progress=progress, **({} if plan is None else {"plan": plan}),
     )  # fmt: skip
-    mesh, passes = checked(mesh), Passes(progress)
+    mesh, ended = checked(mesh), reporting_passes(progress)
     memory_limit_of(memory_limit)  # refused before the model is traced
     optimizer_of(optimizer)
     given = model, example_inputs, loss_fn, mode if plan is None else plan.mode, _precision(precision, plan)
     graph = _trace(*given)
     against_eager = _checked_against_eager(graph, *given) if check else _NOT_ASKED
-    passes.ended("trace", f"{len(graph.nodes):,} operators, checked against eager: {against_eager}")
+    ended("trace", f"{len(graph.nodes):,} operators, checked against eager: {against_eager}")
     if plan is None:
         require_matches(constraints, graph)
         limit, budget = memory_limit_of(memory_limit), budget_of(search)
         request = Request(mesh, mode, optimizer, limit, tuple(constraints), budget, precision)
         with interrupts_caught():
-            graph, plan = planned_jointly(graph, request, progress, passes)
+            graph, plan = planned_jointly(graph, request, progress, ended)
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     else:
         graph = graph_of(plan, graph)
     check_plan(graph, plan)
     source = emit(graph, plan)
-    passes.ended("emit", f"{source.count(chr(10)):,} lines")
+    ended("emit", f"{source.count(chr(10)):,} lines")
     plan = replace(with_simulator(plan, graph), checked_against_eager=against_eager)
     return PlannedProgram(graph, plan, source, model_state(with_loss(model, loss_fn)))
 
 
 @without_collector()
 def planned_jointly(
-    graph: Graph, request: Request, progress: Report | None = None, passes: Passes | None = None
+    graph: Graph, request: Request, progress: Report | None = None, ended: Ended | None = None
 ) -> tuple[Graph, Plan]:
     """The fastest plan that fits over the graphs that substitutions make of a traced model, with the graph it is for.
 
     Raises like `parallelize`.
     """
-    return search(PASSES, graph, Context(request, progress, passes or Passes(progress)))
+    return search(PASSES, graph, Context(request, progress, ended or reporting_passes(progress)))
 
 
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:

@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from autopar.clock import Clock
 
 Report = Callable[[str], None]
+Ended = Callable[[str, str], None]
+"""Takes the name of a pass that has ended, and what it made."""
 
 
 @contextmanager
@@ -27,18 +29,17 @@ def reporting(report: Report | None, total: int) -> Iterator[Report]:
             yield lambda line: bar.update(task, advance=1, description=line)
 
 
-class Passes:
-    """A line for each pass that has ended: what it made, and how long it took."""
+def reporting_passes(report: Report | None) -> Ended:
+    """Reports a line for each pass that has ended: what it made, and how long it took since the one before."""
+    told, clock = report or (_printed if sys.stderr.isatty() else None), Clock.of(0.0)
 
-    def __init__(self, report: Report | None) -> None:
-        self._report = report or (_printed if sys.stderr.isatty() else None)
-        self._clock = Clock.of(0.0)
+    def ended(name: str, made: str) -> None:
+        nonlocal clock
+        if told is not None:
+            told(f"{name}: {made} ({clock.passed_s:.1f} s)")
+        clock = Clock.of(0.0)
 
-    def ended(self, name: str, made: str) -> None:
-        """A pass has ended; the next begins."""
-        if self._report is not None:
-            self._report(f"{name}: {made} ({self._clock.passed_s:.1f} s)")
-        self._clock = Clock.of(0.0)
+    return ended
 
 
 def _printed(line: str) -> None:

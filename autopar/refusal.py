@@ -63,7 +63,9 @@ def fit_or_refuse(
 
 
 def _does_not_fit(plan: Plan, least: LeastMemory) -> InfeasibleError:
-    where = f"{_on_meshes(plan)}{_in_microbatches(plan.microbatches)}{_with_recomputation(plan)}"
+    where = _on_meshes(plan)
+    where += f", in {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
+    where += f", {len(plan.recompute)} modules recomputed" if plan.recompute else ""
     return does_not_fit(plan.mesh, plan.memory_limit, plan.predicted, where, least.largest)
 
 
@@ -72,7 +74,8 @@ def does_not_fit(
 ) -> InfeasibleError:  # fmt: skip
     """What is raised where nothing fits. least: of the plan of least memory; where it was found. largest: its tensors
     by name, kind and bytes."""
-    sizes = ", ".join(f"{name} ({size:,} bytes{_with_state(kind)})" for name, kind, size in largest)
+    also = {"stored": " with gradient and optimizer state"}
+    sizes = ", ".join(f"{name} ({size:,} bytes{also.get(kind, '')})" for name, kind, size in largest)
     return InfeasibleError(
         f"expected a plan within memory_limit = {limit:,} bytes a device of {mesh}, found none: "
         f"the smallest limit that can be met is {least.peak_bytes:,} bytes ({where}), "
@@ -98,15 +101,3 @@ def most_of(memory: Mapping[str, int]) -> str:
 def _on_meshes(plan: Plan) -> str:
     meshes = " and ".join(dict.fromkeys(sizes_text(stage.axes) for stage in plan.stages))
     return f"on logical mesh {meshes}" if len(plan.stages) == 1 else f"in {len(plan.stages)} stages on {meshes}"
-
-
-def _in_microbatches(count: int) -> str:
-    return f", in {count} microbatches" if count > 1 else ""
-
-
-def _with_recomputation(plan: Plan) -> str:
-    return f", {len(plan.recompute)} modules recomputed" if plan.recompute else ""
-
-
-def _with_state(kind: str) -> str:
-    return " with gradient and optimizer state" if kind == "stored" else ""

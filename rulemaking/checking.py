@@ -1,4 +1,4 @@
-"""Checks whole rule files: the schema, each term, sorts and sizes, digests, and each rule on random instances.
+"""Writes rule files, and checks whole ones: schema, terms, sorts and sizes, digests, each rule on random instances.
 
 A file that was changed by hand is refused, even where its digests were made anew. No plan needs that: it takes seconds,
 and is done of the shipped file where rules are made and tested.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from typing import Any
 import jsonschema
 
 from autopar.errors import PlanError
-from autopar.substitute.rules.rulefile import REMEDY, rules_of
+from autopar.substitute.rules.rulefile import REMEDY, plain, rule_digest, rules_of
 from autopar.substitute.rules.terms import Rule
 from rulemaking.instances import counterexample
 
+VERSION = 1
 INSTANCES = 1
 
 
@@ -41,6 +43,14 @@ def read_rules(text: str) -> tuple[Rule, ...]:
     for rule in {_claim(rule): rule for rule in rules}.values():
         check_rule(rule, INSTANCES)
     return rules
+
+
+def write_rules(rules: Iterable[Rule], axioms: str) -> str:
+    """The text of a rule file, one line a rule; `axioms` is the digest of the axioms that proofs started from."""
+    entries = [{**plain(rule), "digest": rule_digest(rule, axioms)} for rule in rules]
+    lines = ",\n".join(f"    {json.dumps(entry, ensure_ascii=False)}" for entry in entries)
+    head = f'  "autopar_rules": {VERSION},\n  "axioms": {json.dumps(axioms)},\n  "rules": [\n'
+    return f"{{\n{head}{lines}\n  ]\n}}\n"
 
 
 def _claim(rule: Rule) -> object:

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from autopar.substitute.rules.rulefile import write_rules
 from autopar.substitute.rules.terms import Rule
 from rulemaking.axioms import axioms_digest
+from rulemaking.checking import write_rules
 from rulemaking.generation import Clock, follows, generated, on_all
 from rulemaking.stated import STATED
 from rulemaking.statement import parse_rules

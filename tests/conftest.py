@@ -8,19 +8,18 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.garbage import collect_seldom
+from tests.traced import traced_once
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from autopar.driver import Candidate
-    from autopar.ir.graph import Graph
     from autopar.ir.tried import Tried
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
@@ -110,38 +109,10 @@ def _part(item: pytest.Item) -> int:
 
 
 @pytest.fixture(autouse=True)
-def traced_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where programs run on ranks, a model is traced once for its plan and for the program of that plan.
-
-    What tracing gives is what other tests are about; it takes as long as all the rest of such a test.
-    """
-    if not request.node.get_closest_marker("ranks"):
-        return
-    from autopar import pipeline
-
-    traced, known = pipeline.trace, {}
-
-    def trace(model: nn.Module, inputs: Any, **choices: Any) -> Graph:
-        parts, identity = _parts(model, inputs)
-        if known.get("identity") != (identity, choices):
-            graph = traced(model, inputs, **choices)
-            known.update(identity=(identity, choices), graph=graph, parts=parts)  # while these live, no other has an id
-        return known["graph"]
-
-    monkeypatch.setattr(pipeline, "trace", trace)
-
-
-def _parts(model: nn.Module, inputs: Any) -> tuple[list[Any], list[Any]]:
-    """What a model and its inputs consist of, and what tells them from all others: who they are, what tracing asks."""
-    from autopar.ops import lookup
-
-    values = (
-        inputs if isinstance(inputs, dict) else dict(enumerate(inputs)) if isinstance(inputs, tuple) else {0: inputs}
-    )
-    parts = [*model.modules(), *model.parameters(), *values.values()]
-    said = [(module.training, type(module)) for module in model.modules()]
-    wanted = [parameter.requires_grad for parameter in model.parameters()]
-    return parts, [[*map(id, parts)], said, wanted, [*values], {**lookup._USER}]
+def _traced_once_on_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where programs run on ranks, a model is traced once for its plan and for the program of that plan."""
+    with traced_once() if request.node.get_closest_marker("ranks") else nullcontext():
+        yield
 
 
 @pytest.fixture

@@ -29,6 +29,13 @@ PRELOADED = ["torch.distributed.tensor", "torch.distributed.pipelining", "torch.
 START_S = 200.0  # for the first job: processes start slowly on a busy machine
 
 
+def server() -> Any:
+    """What starts processes that have imported what ranks need."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class RankPool:
     """N processes with one thread each, joined by gloo."""
 
@@ -59,12 +66,10 @@ class RankPool:
         return [value for _, value in results]
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         port = _free_port()
         for rank in range(self.world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, port, theirs), daemon=True)
+            ours, theirs = server().Pipe()
+            process = server().Process(target=_serve, args=(rank, self.world, port, theirs), daemon=True)
             process.start()
             self._processes.append(process)
             self._pipes.append(ours)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from autopar.errors import PlanError
 from autopar.ir.graph import DTYPE_BYTES, Graph, Node
 from autopar.ir.placement import Shape
-from autopar.ops.layout import copied_reshapes
+from autopar.ops.layout import copied
 from autopar.ops.saved import Saved
 from autopar.ops.table import operator
 from autopar.ops.workspace import Sizes, Workspace
@@ -88,7 +88,7 @@ def optimizer_moved_bytes(name: str | None, shape: Shape, dtype: str = "float32"
 
 def is_view(node: Node, graph: Graph) -> bool:
     """Whether the results share the memory of the first operand."""
-    return operator(node.op).is_view and bool(node.operands) and node.name not in copied_reshapes(graph)
+    return operator(node.op).is_view and bool(node.operands) and node.name not in copied(graph).reshapes
 
 
 def passes_gradient(node: Node, graph: Graph) -> tuple[bool, ...]:

@@ -353,8 +353,14 @@ class Profile:
             self._shared[devices_per_node] = replace(
                 self,
                 facts=_slowed(self.facts, slowdown),
-                operators={name: _slowed_calls(curve, slowdown) for name, curve in self.operators.items()},
-                tables={name: _slowed_table(table, slowdown) for name, table in self.tables.items()},
+                operators={
+                    name: replace(curve, call_ns=curve.call_ns and _slowed_pair(curve.call_ns, slowdown))
+                    for name, curve in self.operators.items()
+                },
+                tables={
+                    name: replace(table, rates=tuple(rate * slowdown for rate in table.rates))
+                    for name, table in self.tables.items()
+                },
                 runtime=self.runtime and _slowed_runtime(self.runtime, slowdown),
                 ranks_sharing=devices_per_node,
                 _shared={},
@@ -386,16 +392,14 @@ class Profile:
 
 
 def _slowed(facts: Facts, slowdown: float) -> Facts:
-    forward, backward = facts.launch_ns
-    view_forward, view_backward = facts.view_ns
     return replace(
         facts,
         capacity_bytes=max(facts.reserve_bytes + 1, round(facts.capacity_bytes / slowdown)),
         overlap_slowdown=max(facts.overlap_slowdown, NO_OVERLAP),
         peak_flops={dtype: rate / slowdown for dtype, rate in facts.peak_flops.items()},
         memory_bandwidth=facts.memory_bandwidth / slowdown,
-        launch_ns=(round(forward * slowdown), round(backward * slowdown)),
-        view_ns=(round(view_forward * slowdown), round(view_backward * slowdown)),
+        launch_ns=_slowed_pair(facts.launch_ns, slowdown),
+        view_ns=_slowed_pair(facts.view_ns, slowdown),
     )
 
 
@@ -403,32 +407,16 @@ def _slowed_pair(pair: tuple[int, int], slowdown: float) -> tuple[int, int]:
     return round(pair[0] * slowdown), round(pair[1] * slowdown)
 
 
-def _slowed_sizes(points: Sequence[tuple[int, int]], slowdown: float) -> tuple[tuple[int, int], ...]:
-    return tuple((size, round(duration * slowdown)) for size, duration in points)
-
-
-def _slowed_calls(curve: OperatorCurve, slowdown: float) -> OperatorCurve:
-    return replace(curve, call_ns=curve.call_ns and _slowed_pair(curve.call_ns, slowdown))
-
-
-def _slowed_table(table: Table, slowdown: float) -> Table:
-    return replace(table, rates=tuple(rate * slowdown for rate in table.rates))
+_PAIRS, _BY_SIZE = ("optimizer_ns", "function_ns", "branch_ns"), ("send_ns", "carry_ns")
+_TIMES = ("parameter_ns", "convert_ns", "pass_ns", "receive_ns", "late_ns")
 
 
 def _slowed_runtime(runtime: Runtime, slowdown: float) -> Runtime:
-    return replace(
-        runtime,
-        optimizer_ns=_slowed_pair(runtime.optimizer_ns, slowdown),
-        parameter_ns=round(runtime.parameter_ns * slowdown),
-        convert_ns=round(runtime.convert_ns * slowdown),
-        function_ns=_slowed_pair(runtime.function_ns, slowdown),
-        branch_ns=_slowed_pair(runtime.branch_ns, slowdown),
-        pass_ns=round(runtime.pass_ns * slowdown),
-        send_ns=_slowed_sizes(runtime.send_ns, slowdown),
-        receive_ns=round(runtime.receive_ns * slowdown),
-        late_ns=round(runtime.late_ns * slowdown),
-        carry_ns=_slowed_sizes(runtime.carry_ns, slowdown),
-    )
+    now: dict[str, Any] = vars(runtime)
+    found: dict[str, Any] = {name: _slowed_pair(now[name], slowdown) for name in _PAIRS}
+    found |= {name: round(now[name] * slowdown) for name in _TIMES}
+    found |= {name: tuple((size, round(ns * slowdown)) for size, ns in now[name]) for name in _BY_SIZE}
+    return replace(runtime, **found)
 
 
 def read_profile(path: Path) -> Profile:
@@ -456,20 +444,20 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         raise ProfileError(f"{origin} is no cost profile: {error}") from None
     operators = [_read_operator(item) for item in data["operators"]]
     links = [_read_link(item) for item in data["links"]]
-    collectives = [CollectivePoints(**_with_points(item)) for item in data["collectives"]]
+    collectives = [CollectivePoints(**_fields(item)) for item in data["collectives"]]
     profile = Profile(
         name=data["name"],
         title=data["title"],
         device_type=data["device_type"],
-        facts=_read_facts(data["facts"]),
+        facts=Facts(**_fields(data["facts"])),
         operators={item.family: item for item in operators},
         links={item.level: item for item in links},
         collectives={(item.collective, item.level, item.ranks): item for item in collectives},
         aliases=tuple(data.get("aliases", ())),
-        host=Host(**_with_provenance(data["host"])) if data.get("host") else None,
-        tables={item["name"]: _read_table(item) for item in data.get("tables", ())},
-        runtime=_read_runtime(data["runtime"]) if data.get("runtime") else None,
-        waits={(item["level"], item["ranks"]): Waits(**_with_points(item)) for item in data.get("waits", ())},
+        host=Host(**_fields(data["host"])) if data.get("host") else None,
+        tables={item["name"]: Table(**_fields(item)) for item in data.get("tables", ())},
+        runtime=Runtime(**_fields(data["runtime"])) if data.get("runtime") else None,
+        waits={(item["level"], item["ranks"]): Waits(**_fields(item)) for item in data.get("waits", ())},
     )
     _check(profile, origin)
     return profile
@@ -486,11 +474,8 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "facts": asdict(profile.facts),
         "host": profile.host and asdict(profile.host),
         "operators": [_write_operator(item) for item in profile.operators.values()],
-        "links": [asdict(item) for item in profile.links.values()],
-        "collectives": [asdict(item) for item in profile.collectives.values()],
-        "tables": [asdict(item) for item in profile.tables.values()],
         "runtime": profile.runtime and asdict(profile.runtime),
-        "waits": [asdict(item) for item in profile.waits.values()],
+        **{name: [asdict(item) for item in getattr(profile, name).values()] for name in _KEYS if name != "operators"},
     }
 
 
@@ -515,51 +500,31 @@ def _check_keys(items: Iterable[Mapping[str, Any]], name: str, key: tuple[str, .
         known.add(own)
 
 
-def _with_provenance(item: Mapping[str, Any]) -> dict[str, Any]:
-    return {**item, "provenance": Provenance(**item["provenance"])}
+def _fields(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a block: lists as tuples."""
+    return {**_frozen(item), "provenance": Provenance(**item["provenance"])}
 
 
-def _read_facts(item: Mapping[str, Any]) -> Facts:
-    fields = _with_provenance(item)
-    return Facts(**{**fields, "launch_ns": tuple(item["launch_ns"]), "view_ns": tuple(item["view_ns"])})
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _frozen(item) for name, item in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _read_operator(item: Mapping[str, Any]) -> OperatorCurve:
-    fields = _with_provenance(item)
-    points = tuple(Point(**{**point, "shape": tuple(point["shape"])}) for point in item.get("points", ()))
-    curves = {side: Curve(_pairs(item[side])) for side in ("forward", "backward")}
-    call_ns = tuple(item["call_ns"]) if item.get("call_ns") else None
-    return OperatorCurve(**{**fields, **curves, "points": points, "call_ns": call_ns})
+    fields = _fields(item)
+    points = tuple(Point(**point) for point in fields.get("points", ()))
+    curves = {side: Curve(fields[side]) for side in ("forward", "backward")}
+    return OperatorCurve(**{**fields, **curves, "points": points, "call_ns": fields.get("call_ns") or None})
 
 
-def _read_table(item: Mapping[str, Any]) -> Table:
-    axes = tuple(tuple(axis) for axis in item["axes"])
-    return Table(**{**_with_provenance(item), "axes": axes, "rates": tuple(item["rates"])})
-
-
-def _read_runtime(item: Mapping[str, Any]) -> Runtime:
-    pairs = {name: tuple(item[name]) for name in ("optimizer_ns", "function_ns", "branch_ns") if name in item}
-    sizes = {name: _pairs(item.get(name, ())) for name in ("send_ns", "carry_ns")}
-    return Runtime(**{**_with_provenance(item), **pairs, **sizes})
+def _read_link(item: Mapping[str, Any]) -> Link:
+    fast = item.get("low_latency")
+    return Link(**{**_fields(item), "low_latency": fast and Protocol(**fast)})
 
 
 def _write_operator(item: OperatorCurve) -> dict[str, Any]:
     return {**asdict(item), "forward": item.forward.knots, "backward": item.backward.knots}
-
-
-def _read_link(item: Mapping[str, Any]) -> Link:
-    fields = _with_provenance(item)
-    fast = item.get("low_latency")
-    by_ranks = _pairs(item.get("bandwidth_by_ranks", ()))
-    return Link(**{**fields, "low_latency": fast and Protocol(**fast), "bandwidth_by_ranks": by_ranks})
-
-
-def _with_points(item: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_with_provenance(item), "points": _pairs(item["points"])}
-
-
-def _pairs(rows: Iterable[Sequence[Any]]) -> tuple[tuple[Any, Any], ...]:
-    return tuple((first, second) for first, second in rows)
 
 
 #: dims of the grid of each kind of table that is known, by the first word of its name
@@ -591,7 +556,7 @@ def _check(profile: Profile, origin: str) -> None:
                 raise ProfileError(f"{where}: expected a time in nanoseconds, found {duration} for {size} bytes")
     for waits in profile.waits.values():
         _check_increasing(waits.points, f"{origin}: waits of {waits.ranks}")
-    for name in ("send_ns", "carry_ns") if profile.runtime else ():
+    for name in _BY_SIZE if profile.runtime else ():
         sizes = [size for size, _ in getattr(profile.runtime, name)]
         if any(right <= left for left, right in pairwise(sizes)):
             raise ProfileError(f"{origin}: at /runtime/{name}: expected sizes that increase, found {sizes}")

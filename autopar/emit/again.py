@@ -16,22 +16,22 @@ class ToldAgain:
     Modules of a list are none of them: a list is written with what is computed again in it.
     """
 
-    def __init__(self, plan: StagePlan) -> None:
-        groups = {block: number for number, blocks in enumerate(plan.blocks) for block in blocks}
-        inside = ((block, path) for path in plan.recompute for block in _around(path) if block in groups)
+    def __init__(self, stage: StagePlan) -> None:
+        groups = {block: number for number, blocks in enumerate(stage.blocks) for block in blocks}
+        inside = ((block, path) for path in stage.recompute for block in _around(path) if block in groups)
         counts = Counter((groups[block], path.removeprefix(block)) for block, path in inside)
         self.block_of: dict[str, str] = {
             f"{block}{rest}": block
             for (number, rest), count in counts.items()
-            if count < len(plan.blocks[number]) and not is_number(rest.rpartition(".")[2])
-            for block in plan.blocks[number]
+            if count < len(stage.blocks[number]) and not is_number(rest.rpartition(".")[2])
+            for block in stage.blocks[number]
         }
 
     def names(self, module: Module) -> dict[str, str]:
         """For each such module that is called in a block, or in what is inside of it, what tells whether it is computed
         again."""
         called = dict.fromkeys(self._called(module)) if self.block_of else ()
-        paths = [path for path in called if self._is_told(module, path)]
+        paths = [path for path in called if f"{module.path}.".startswith(f"{self.block_of[path]}.")]
         return {path: "again" + (f"_{number}" if number else "") for number, path in enumerate(paths)}
 
     def own(self, module: Module) -> set[str]:
@@ -43,9 +43,6 @@ class ToldAgain:
         yield from sorted(self.own(module))
         for child in module.children.values():
             yield from self._called(child)
-
-    def _is_told(self, module: Module, path: str) -> bool:
-        return f"{module.path}.".startswith(f"{self.block_of[path]}.")
 
 
 def _around(path: str) -> Iterator[str]:

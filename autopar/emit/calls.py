@@ -29,8 +29,8 @@ from autopar.ops.table import operator
 class CallWriter:
     """Writes the calls of one program."""
 
-    def __init__(self, graph: Graph, plan: StagePlan) -> None:
-        self.graph, self.plan = graph, plan
+    def __init__(self, graph: Graph, stage: StagePlan) -> None:
+        self.graph, self.stage = graph, stage
         self.counts: dict[str, str] = {}  # loss node -> the variable that will hold its global count of samples
 
     def write(self, statement: Operate, names: list[str]) -> str:
@@ -44,7 +44,7 @@ class CallWriter:
             call=Call(self.graph, statement.node),
             names=names,
             placements=tuple(placement for _, placement in statement.reads),
-            axes=self.plan.axes,
+            axes=self.stage.axes,
             counted=self._counted(statement),
             on_rank=partial(self._call_on_rank, statement),
             plain=partial(self.plain, statement),
@@ -57,7 +57,7 @@ class CallWriter:
 
     def sample_axes(self, loss: Operate) -> list[str]:
         """Mesh axes that split the samples of a cross-entropy."""
-        return axes_where(self.plan.axes, loss.reads[0][1], lambda t: t.kind == "S" and t != S(1))
+        return axes_where(self.stage.axes, loss.reads[0][1], lambda t: t.kind == "S" and t != S(1))
 
     def is_mean_over_microbatches(self, statement: Operate) -> bool:
         return statement.node.name in self.means
@@ -66,11 +66,11 @@ class CallWriter:
     def means(self) -> list[str]:
         """The losses that are means over all microbatches."""
         nodes = (node for node in self.graph.nodes if is_mean_over_samples(Call(self.graph, node)))
-        axes, plans = self.plan.axes, self.plan.nodes
+        axes, plans = self.stage.axes, self.stage.nodes
         return [node.name for node in nodes if is_microbatched(axes, plans[node.name].operands[0])]
 
     def _is_microbatched(self, statement: Operate) -> bool:
-        return is_microbatched(self.plan.axes, statement.reads[0][1])
+        return is_microbatched(self.stage.axes, statement.reads[0][1])
 
     def _counted(self, statement: Operate) -> str:
         """The variable that holds a loss's count of samples; none where its call counts them."""
@@ -101,7 +101,7 @@ class CallWriter:
         return f"rt.draw({', '.join([op, *parts])})" if is_random(node) else f"{op}({', '.join(parts)})"
 
     def _made_lengths(self, statement: Operate) -> tuple[tuple[int, ...], ...]:
-        return tuple(local_lengths(self.graph, self.plan, value) for value in statement.makes)
+        return tuple(local_lengths(self.graph, self.stage, value) for value in statement.makes)
 
     def _call_on_rank(self, statement: Operate) -> Call:
         """The call with the arguments that it has on local tensors."""
@@ -109,14 +109,14 @@ class CallWriter:
         return Call(self.graph, replace(statement.node, args=args, kwargs=kwargs))
 
 
-def local_lengths(graph: Graph, plan: StagePlan, value: Value) -> tuple[int, ...]:
+def local_lengths(graph: Graph, stage: StagePlan, value: Value) -> tuple[int, ...]:
     """The shape that a rank holds of a value; `RankLength` where ranks differ."""
     shape, placement = graph.tensors[value[0]].shape, value[1]
-    local = local_shape(shape, placement, plan.axes)
+    local = local_shape(shape, placement, stage.axes)
     return tuple(
         length
-        if are_alike(shape, placement, dim, plan.axes)
-        else RankLength(length, rank_length(whole, axes_along(placement, dim, plan.axes)))
+        if are_alike(shape, placement, dim, stage.axes)
+        else RankLength(length, rank_length(whole, axes_along(placement, dim, stage.axes)))
         for dim, (whole, length) in enumerate(zip(shape, local, strict=True))
     )
 

@@ -62,13 +62,13 @@ class Classes:
 class ClassWriter:
     """Writes every class of a program, or of one stage; equal text is one class."""
 
-    def __init__(self, graph: Graph, plan: StagePlan, flat: Flat, classes: Classes) -> None:
-        self.graph, self.plan, self.flat, self.classes = graph, plan, flat, classes
-        self.calls, self.again = CallWriter(graph, plan), ToldAgain(plan)
+    def __init__(self, graph: Graph, stage: StagePlan, flat: Flat, classes: Classes) -> None:
+        self.graph, self.stage, self.flat, self.classes = graph, stage, flat, classes
+        self.calls, self.again = CallWriter(graph, stage), ToldAgain(stage)
         self.planned: dict[str, list[Redistribute]] = defaultdict(list)  # by tensor
-        for redistribute in plan.redistributes:
+        for redistribute in stage.redistributes:
             self.planned[redistribute.tensor].append(redistribute)
-        self.real = [position for position, axis in enumerate(plan.axes) if axis.name != MICROBATCH]
+        self.real = [position for position, axis in enumerate(stage.axes) if axis.name != MICROBATCH]
         self.made: dict[int, Made] = {}  # by id of the region
         self.class_of: dict[str, str] = {}  # module path -> class
         self.containers: dict[str, list[str]] = {}  # module path -> names of its modules
@@ -86,12 +86,12 @@ class ClassWriter:
 
     def uses(self, stored: Stored) -> list[str]:
         """The distinct placements in which a stored tensor is used, on the real axes."""
-        own = self.plan.storage[stored.tensor].placement
+        own = self.stage.storage[stored.tensor].placement
         return list(dict.fromkeys(self.text(p) for p in self.flat.uses[stored.tensor])) or [self.text(own)]
 
     def way(self, stored: Stored, use: str) -> str:
         """The use, after the placements that the plan's steps pass through on the way to it, if it names any."""
-        now, passed = self.plan.storage[stored.tensor].placement, []
+        now, passed = self.stage.storage[stored.tensor].placement, []
         planned = (r for r in self.planned[stored.tensor] if self.text(r.target) == use)
         for step in next((r.steps for r in planned), ()):
             now = apply(step, now)
@@ -108,7 +108,7 @@ class ClassWriter:
         return self.attributes.path(stored.name) + (f"_{position}" if position else "")
 
     def declaration(self, stored: Stored) -> str:
-        tensor, storage = self.graph.kept(stored.tensor), self.plan.storage[stored.tensor]
+        tensor, storage = self.graph.kept(stored.tensor), self.stage.storage[stored.tensor]
         kept = f"{tensor.shape}, torch.{tensor.dtype}"
         compute = self.compute(stored.tensor)
         if stored.kind != "parameter":
@@ -199,7 +199,7 @@ class ClassWriter:
     def _construct(self, module: Module, firsts: Mapping[str, str]) -> str:
         if module.regions:
             told = [firsts[path] for path in self.first_names(module)]
-            told += [firsts.get(path, str(path in self.plan.recompute)) for path in self.again.names(module)]
+            told += [firsts.get(path, str(path in self.stage.recompute)) for path in self.again.names(module)]
             return f"{self.class_of[module.path]}({', '.join(['mesh', *told])})"
         children = module.children
         if _is_list(module):
@@ -231,7 +231,7 @@ class ClassWriter:
     def _constants(self, region: Region, method: str) -> list[str]:
         if not region.kept:
             return []
-        names = Names({axis.name for axis in self.plan.axes})
+        names = Names({axis.name for axis in self.stage.axes})
         return ["", *self.constants_method(method, region.constants, region.kept, region.path, names)]
 
     def constants_method(
@@ -241,7 +241,7 @@ class ClassWriter:
         are new."""
         body = self.body(statements, path, names)
         of_parameters = any(self._is_parameter(value) for statement in statements for value in statement.reads)
-        axes = [axis.name for axis in self.plan.axes if axis.name != MICROBATCH]
+        axes = [axis.name for axis in self.stage.axes if axis.name != MICROBATCH]
         lines = [
             f"{INDENT}@rt.{'folded' if of_parameters else 'computed_once'}",
             f"{INDENT}def {method}(self):",
@@ -255,7 +255,7 @@ class ClassWriter:
         return stored is not None and stored.kind == "parameter"
 
     def _forward(self, region: Region, method: str, constants: str = "") -> list[str]:
-        names = Names({axis.name for axis in self.plan.axes})
+        names = Names({axis.name for axis in self.stage.axes})
         arguments = [value for value in region.inputs if not self._owned(value, region.path)]
         for value in arguments:
             names.make(value, self.hint(value))
@@ -265,7 +265,7 @@ class ClassWriter:
         returned = ", ".join(names[value] for value in region.outputs)
         self.made[id(region)] = Made(method, tuple(arguments), tuple(region.outputs))
         signature = ", ".join(["self", *(names[value] for value in arguments)])
-        used = [self.plan.axes[position].name for position in self.real]
+        used = [self.stage.axes[position].name for position in self.real]
         lines = [f"{INDENT}def {method}({signature}):"]
         lines += self.axis_lines(body, used)
         returned = returned if region.home is None else f"({returned},)"
@@ -305,7 +305,7 @@ class ClassWriter:
         """Whether the module at the path has the value as an attribute: buffers only as they are stored, since what
         they are converted to is a variable like any other."""
         stored = self.graph.stored_by_tensor.get(value[0])
-        if stored is None or (stored.kind != "parameter" and value[1] != self.plan.storage[value[0]].placement):
+        if stored is None or (stored.kind != "parameter" and value[1] != self.stage.storage[value[0]].placement):
             return False
         return not path or stored.name.startswith(path + ".")
 
@@ -319,7 +319,7 @@ class ClassWriter:
             return names[value]
         stored = self.graph.stored_by_tensor[value[0]]
         text = "self" + self.below(path, self.attribute(stored, value[1]))
-        pairs = zip(value[1], self.plan.axes, strict=True)
+        pairs = zip(value[1], self.stage.axes, strict=True)
         is_summand = any(axis.name == MICROBATCH and type_.kind == "P" for type_, axis in pairs)
         return f"rt.in_first({text}, self.microbatch)" if is_summand else text
 
@@ -347,7 +347,7 @@ class ClassWriter:
         """What the operator itself communicates: "all_to_all 1,024 B" and so on, each collective once."""
         operands = tuple(placement for _, placement in item.reads)
         notes = []
-        both = inner_communication(self.graph, item.node, operands, self.plan.axes)
+        both = inner_communication(self.graph, item.node, operands, self.stage.axes)
         for direction, sent in zip(("", "backward "), both, strict=True):
             totals: Counter[str] = Counter()
             for inner in sent:
@@ -362,8 +362,8 @@ class ClassWriter:
         current = self.read(item.reads[0], path, names) if item.reads else f"self.whole[{tensor.name!r}]"
         name = names.make(made, current.rpartition(".")[2].strip('"[]') if item.reads else tensor.name)
         for step in item.redistribute.steps:
-            axis = self.plan.axes[step.axis]
-            forward, backward = transfer_bytes(tensor.shape, tensor.itemsize, placement, self.plan.axes, step)
+            axis = self.stage.axes[step.axis]
+            forward, backward = transfer_bytes(tensor.shape, tensor.itemsize, placement, self.stage.axes, step)
             if axis.name == MICROBATCH:
                 text = current
                 if step.after.kind == "S":
@@ -387,10 +387,10 @@ class ClassWriter:
         """The length over the step's axis of the dim that it joins, as an argument where the axes do not divide it."""
         if step.before.kind != "S":
             return ""
-        if are_alike(tensor.shape, placement, step.before.dim, self.plan.axes):
+        if are_alike(tensor.shape, placement, step.before.dim, self.stage.axes):
             return ""
         length = tensor.shape[step.before.dim]
-        pairs = zip(self.plan.axes[: step.axis], placement[: step.axis], strict=True)
+        pairs = zip(self.stage.axes[: step.axis], placement[: step.axis], strict=True)
         return ", " + rank_length(length, [axis for axis, type_ in pairs if type_ == step.before])
 
     def _note(self, transfers: object, forward: int, backward: int, differentiable: bool) -> str:
@@ -470,13 +470,13 @@ class ClassWriter:
     def _made_text(self, value: Value) -> str:
         """What a rank has of a value, for those that make none of it."""
         tensor = self.graph.tensors[value[0]]
-        lengths = ", ".join(map(repr, local_lengths(self.graph, self.plan, value)))
+        lengths = ", ".join(map(repr, local_lengths(self.graph, self.stage, value)))
         shape = f"({lengths},)" if len(tensor.shape) == 1 else f"({lengths})"
         differentiable = "" if tensor.differentiable else ", False"
         return f"rt.Zeros({shape}, torch.{tensor.dtype}{differentiable})"
 
     def _is_recomputed(self, region: Region) -> bool:
-        return region.path in self.plan.recompute
+        return region.path in self.stage.recompute
 
     def _loop_length(self, items: list[Statement | Region], outputs: Iterable[Value]) -> int:
         """How many of the following regions are equal blocks of one container, each feeding the next.
@@ -510,7 +510,7 @@ class ClassWriter:
     def _are_equal(self, one: Region, other: Region) -> bool:
         """Whether blocks are of one class, but for what is recomputed in them."""
         inside = (
-            {path.removeprefix(region.path) for path in self.plan.recompute if path.startswith(f"{region.path}.")}
+            {path.removeprefix(region.path) for path in self.stage.recompute if path.startswith(f"{region.path}.")}
             for region in (one, other)
         )
         return self.class_of[one.path] == self.class_of[other.path] or next(inside) != next(inside)

@@ -20,22 +20,22 @@ from autopar.ir.statements import Convert, Flat, Operate, Statement, Value
 from autopar.ops.call import Call
 
 
-def is_sum_ahead(statement: Statement, plan: StagePlan) -> bool:
+def is_sum_ahead(statement: Statement, stage: StagePlan) -> bool:
     """Whether a conversion brings the sum over all microbatches."""
     steps = statement.redistribute.steps if isinstance(statement, Convert) else ()
-    return bool(steps) and plan.axes[steps[0].axis].name == MICROBATCH and steps[0].before.kind == "P"
+    return bool(steps) and stage.axes[steps[0].axis].name == MICROBATCH and steps[0].before.kind == "P"
 
 
-def without_summands(flat: Flat, plan: StagePlan) -> Flat:
+def without_summands(flat: Flat, stage: StagePlan) -> Flat:
     """What each microbatch runs: not what only serves such sums."""
-    if not any(is_sum_ahead(statement, plan) for statement in flat.statements):
+    if not any(is_sum_ahead(statement, stage) for statement in flat.statements):
         return flat
     needed = {*flat.outputs, *flat.mutations.values(), *flat.leaving}
     kept: list[Statement] = []
     for statement in reversed(flat.statements):
         if needed.isdisjoint(statement.makes):
             continue
-        if isinstance(statement, Convert) and is_sum_ahead(statement, plan):
+        if isinstance(statement, Convert) and is_sum_ahead(statement, stage):
             statement = replace(statement, reads=())
         needed.update(statement.reads)
         kept.append(statement)
@@ -66,13 +66,13 @@ class _Counting:
         self.flat, self.writer, self.inputs = flat, writer, inputs
         self.statements = [*flat.constants, *flat.statements]
         self.made_by = makers(self.statements)
-        self.known = known_ahead(writer.graph, writer.plan, inputs)
+        self.known = known_ahead(writer.graph, writer.stage, inputs)
         sums: set[str] = set()
         self.wanted: list[Operate | Convert] = []
         for statement in flat.statements:
             if isinstance(statement, Operate):
                 self.wanted += [statement] if writer.calls.is_mean_over_microbatches(statement) else []
-            elif is_sum_ahead(statement, writer.plan) and statement.redistribute.tensor not in sums:
+            elif is_sum_ahead(statement, writer.stage) and statement.redistribute.tensor not in sums:
                 sums.add(statement.redistribute.tensor)
                 self.wanted.append(statement)
 
@@ -114,12 +114,12 @@ class _Counting:
                 f"expected {where} to come from no branch, found one on axis {inside.axis}; use microbatches=1"
             )
         needed = {id(statement) for statement in found}
-        names = Names({axis.name for axis in self.writer.plan.axes})
+        names = Names({axis.name for axis in self.writer.stage.axes})
         for value in self.inputs:
             names.make(value, value[0])
         running = [replace(s, reads=()) if self._is_there(s) else s for s in self.statements if id(s) in needed]
         body = self.writer.body(running, "", names)
-        every = [axis.name for axis in self.writer.plan.axes]
+        every = [axis.name for axis in self.writer.stage.axes]
         return [
             "",
             f"{INDENT}def {method}({', '.join(['self', *(names[value] for value in self.inputs)])}):",
@@ -130,4 +130,4 @@ class _Counting:
 
     def _is_there(self, statement: Statement) -> bool:
         """Whether it only reads a sum that `prepare` has made before."""
-        return is_sum_ahead(statement, self.writer.plan)
+        return is_sum_ahead(statement, self.writer.stage)

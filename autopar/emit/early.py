@@ -55,10 +55,10 @@ def makers(statements: Sequence[Statement]) -> dict[Value, Statement]:
     return {made: statement for statement in statements for made in statement.makes}
 
 
-def known_ahead(graph: Graph, plan: StagePlan, inputs: Sequence[Value]) -> set[Value]:
+def known_ahead(graph: Graph, stage: StagePlan, inputs: Sequence[Value]) -> set[Value]:
     """Inputs, and what is stored that no step changes, as it is stored."""
     stored = (s.tensor for s in graph.stored if s.kind != "parameter" and s.name not in graph.mutations)
-    return {*inputs, *((name, plan.storage[name].placement) for name in stored)}
+    return {*inputs, *((name, stage.storage[name].placement) for name in stored)}
 
 
 def chain(

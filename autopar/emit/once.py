@@ -15,14 +15,14 @@ from autopar.ir.structure import is_random
 from autopar.ops.communication import inner_communication
 
 
-def made_once(graph: Graph, plan: StagePlan, flat: Flat) -> Flat:
+def made_once(graph: Graph, stage: StagePlan, flat: Flat) -> Flat:
     """The program without those constants that an earlier statement makes too, of the same values."""
     same: dict[Value, Value] = {}
     first: dict[Any, tuple[Value, ...]] = {}
     constants: list[Statement] = []
     for statement in flat.constants:
         statement = _of(statement, same)
-        does = id(statement) if _sends(graph, plan, statement) else _does(statement)
+        does = id(statement) if _sends(graph, stage, statement) else _does(statement)
         made = first.setdefault(does, statement.makes)
         if made is statement.makes:
             constants.append(statement)
@@ -51,11 +51,11 @@ def _now(values: tuple[Value, ...], same: dict[Value, Value]) -> tuple[Value, ..
     return tuple(same.get(value, value) for value in values)
 
 
-def _sends(graph: Graph, plan: StagePlan, statement: Statement) -> bool:
+def _sends(graph: Graph, stage: StagePlan, statement: Statement) -> bool:
     """Whether ranks communicate for it."""
     if isinstance(statement, Operate):
         operands = tuple(placement for _, placement in statement.reads)
-        return any(inner_communication(graph, statement.node, operands, plan.axes))
+        return any(inner_communication(graph, statement.node, operands, stage.axes))
     return any(sent.collective for step in statement.redistribute.steps for sent in step.transfers)
 
 

@@ -65,15 +65,15 @@ class _Written:
     """A program, or a stage of one, with the classes of its blocks written."""
 
     def __init__(
-        self, graph: Graph, plan: StagePlan, classes: Classes, name: str, leaving: Sequence[Value] = ()
+        self, graph: Graph, stage: StagePlan, classes: Classes, name: str, leaving: Sequence[Value] = ()
     ) -> None:  # fmt: skip
-        self.graph, self.plan, self.name = graph, plan, name
-        self.everything = made_once(graph, plan, flatten(graph, plan, leaving))
-        self.flat = flat = without_summands(self.everything, plan)
+        self.graph, self.stage, self.name = graph, stage, name
+        self.everything = made_once(graph, stage, flatten(graph, stage, leaving))
+        self.flat = flat = without_summands(self.everything, stage)
         ends = [*flat.outputs, *flat.mutations.values(), *flat.leaving]
-        self.root = build_tree(flat.statements, ends, name, block_paths(graph, plan.recompute), flat.hosts)
+        self.root = build_tree(flat.statements, ends, name, block_paths(graph, stage.recompute), flat.hosts)
         self.folding = Folding(graph, flat, self.root)
-        self.writer = writer = ClassWriter(graph, plan, flat, classes)
+        self.writer = writer = ClassWriter(graph, stage, flat, classes)
         self.tree = writer.module_tree(self.root)
         writer.containers = _containers(self.tree)
         writer.escaping = set(self.root.outputs)
@@ -151,21 +151,21 @@ def _ranks_text(ranks: range) -> str:
 
 def _declarations(what: _Written) -> list[str]:
     """What the runtime must know of the program before it builds it."""
-    real = {axis.name: axis.size for axis in what.plan.axes if axis.name != MICROBATCH}
-    lines = [f"{INDENT}AXES = {real!r}", f"{INDENT}MICROBATCHES = {what.plan.microbatches}"]
-    shares = {axis.name: axis.shares for axis in what.plan.axes if axis.shares}
+    real = {axis.name: axis.size for axis in what.stage.axes if axis.name != MICROBATCH}
+    lines = [f"{INDENT}AXES = {real!r}", f"{INDENT}MICROBATCHES = {what.stage.microbatches}"]
+    shares = {axis.name: axis.shares for axis in what.stage.axes if axis.shares}
     lines += [f"{INDENT}SHARES = {shares!r}"] if shares else []
     if values := unsaved_text(what.graph):
         lines.append(f"{INDENT}BUFFERS = {{{values}}}")
     if not what.graph.training:
         lines.append(f"{INDENT}TRAINING = False")
     given = [name for name in what.graph.inputs if name not in what.graph.received]
-    return [*lines, *input_lines(what.graph, what.plan.plan, given, what.writer)]
+    return [*lines, *input_lines(what.graph, what.stage.plan, given, what.writer)]
 
 
 def _methods(what: _Written) -> list[str]:
     """`__init__`, what is computed once or counted ahead, and `forward`."""
-    graph, plan, flat, root, writer = what.graph, what.plan, what.flat, what.root, what.writer
+    graph, stage, flat, root, writer = what.graph, what.stage, what.flat, what.root, what.writer
     firsts = {path: f"self.FIRST[{number}]" for number, path in enumerate(writer.first_names(what.tree))}
     lines = [
         "",
@@ -173,12 +173,12 @@ def _methods(what: _Written) -> list[str]:
         f"{INDENT * 2}super().__init__(mesh)",
         *(f"{INDENT * 2}{line}" for line in writer.init_lines(what.tree, firsts)),
     ]
-    names = Names({axis.name for axis in plan.axes})
+    names = Names({axis.name for axis in stage.axes})
     lines += writer.branch_methods(what.tree)
     constants = _constants(what.folding, writer, names)
-    inputs = [(name, plan.inputs[name]) for name in graph.inputs if name not in graph.received]
-    told = [(name, plan.inputs[name]) for name in graph.received]
-    body_names = Names({axis.name for axis in plan.axes})
+    inputs = [(name, stage.inputs[name]) for name in graph.inputs if name not in graph.received]
+    told = [(name, stage.inputs[name]) for name in graph.received]
+    body_names = Names({axis.name for axis in stage.axes})
     for value in inputs:
         body_names.make(value, graph.given_name(value[0]))
     for value in told:
@@ -197,7 +197,7 @@ def _methods(what: _Written) -> list[str]:
     body += _updates(flat, writer, body_names)
     signature = ", ".join(["self", *(body_names[value] for value in (*inputs, *told))])
     lines += ["", f"{INDENT}def forward({signature}):"]
-    lines += writer.axis_lines(body, [axis.name for axis in plan.axes if axis.name != MICROBATCH])
+    lines += writer.axis_lines(body, [axis.name for axis in stage.axes if axis.name != MICROBATCH])
     outputs, leaving = ([writer.read(value, "", body_names) for value in v] for v in (flat.outputs, flat.leaving))
     is_stage = what.name != "Program"
     returned = f"({_tuple(outputs)}), ({_tuple(leaving)})" if is_stage else ", ".join(outputs)

@@ -23,7 +23,7 @@ def input_lines(
     lines = [f"{INDENT}INPUTS = ("]
     for name in names:
         tensor = graph.kept(name)
-        placement = "" if writer is None else f", {writer.text(writer.plan.inputs[name])!r}"
+        placement = "" if writer is None else f", {writer.text(writer.stage.inputs[name])!r}"
         extra = ", microbatch_dim=0" if name in plan.microbatch_inputs else ""
         compute = "" if writer is None else writer.compute(name)
         given = f"{graph.given_name(name)!r}, {tensor.shape}, torch.{tensor.dtype}"

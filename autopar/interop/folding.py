@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from autopar.interop.clustering import Layers, portable_nodes, spread
-from autopar.ir.graph import Graph, Node, Ref, map_references
+from autopar.ir.graph import Graph, reading
 
 _DEEP = 64
 """Layers of a model in which kinds of blocks that take turns are folded, too."""
@@ -106,7 +106,7 @@ def _without(
     graph: Graph, blocks: EqualBlocks, layers: Layers, stands: Mapping[int, int], gone: set[str]
 ) -> Folded:  # fmt: skip
     twin, twin_node = _stand_ins(graph, blocks, layers, stands)
-    nodes = tuple(_reading(node, twin) for node in graph.nodes if node.name not in gone)
+    nodes = tuple(reading(node, twin) for node in graph.nodes if node.name not in gone)
     used = {name for node in nodes for name in (*node.operands, *node.results)} | {*graph.inputs, *graph.outputs}
     read = {name for node in graph.nodes for name in node.operands}
     stored = tuple(item for item in graph.stored if item.tensor in used or item.tensor not in read)
@@ -141,13 +141,6 @@ def _stand_ins(
 def _equal_in(named: Mapping[tuple[int, str], str], stands: Mapping[int, int]) -> dict[str, str]:
     """By name in a layer that is gone, the name in the one that stands for it. named: by layer and representative."""
     return {name: named[stands[layer], key] for (layer, key), name in named.items() if layer in stands}
-
-
-def _reading(node: Node, twin: Mapping[str, str]) -> Node:
-    if twin.keys().isdisjoint(node.operands):
-        return node
-    args, kwargs = map_references((node.args, node.kwargs), lambda name: Ref(twin.get(name, name)))
-    return replace(node, args=args, kwargs=kwargs)
 
 
 def _copies(short: Graph, layers: Layers, layer_of: Sequence[int], whole: Graph) -> dict[str, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -323,9 +323,26 @@ def reading(node: Node, names: Mapping[str, str]) -> Node:
     """The node with other tensors in the place of those that it reads, by name; itself where none is named."""
     if not any(name in names for name in node.operands):
         return node
+    return reading_each(node, lambda name: names.get(name, name))
 
-    def new(name: str) -> Ref:
-        return Ref(names.get(name, name))
 
-    kwargs = tuple((key, map_references(value, new)) for key, value in node.kwargs)
-    return replace(node, args=map_references(node.args, new), kwargs=kwargs)
+def reading_each(node: Node, new: Callable[[str], str]) -> Node:
+    """The node that reads `new(name)` in the place of each tensor that it reads, in argument order."""
+    args, kwargs = map_references((node.args, node.kwargs), lambda name: Ref(new(name)))
+    return replace(node, args=args, kwargs=kwargs)
+
+
+def with_nodes(
+    graph: Graph, nodes: Sequence[Node], tensors: Mapping[str, Tensor], now: Callable[[str], str] = str
+) -> Graph:
+    """The graph of other nodes, with those of the tensors that there are then. now: the name that the tensor has which
+    stands for one of the graph's, where that is returned or becomes what is stored."""
+    kept = {name for node in nodes for name in node.results} | {*graph.inputs, *(item.tensor for item in graph.stored)}
+    return replace(
+        graph,
+        nodes=tuple(nodes),
+        tensors={name: tensor for name, tensor in tensors.items() if name in kept},
+        outputs=tuple(map(now, graph.outputs)),
+        mutations={stored: now(name) for stored, name in graph.mutations.items()},
+        loss=None if graph.loss is None else now(graph.loss),
+    )

@@ -37,6 +37,7 @@ from autopar.ir.schedule import SCHEDULES
 from autopar.ir.tried import Tried
 
 VERSION = 3
+_TOLD = ("coverage", "sources", "parameters", "types", "scopes")
 _PLAIN = ("fingerprint", "model", "schedule", "microbatches", "mode", "optimizer", "precision", "memory_limit")
 
 
@@ -59,11 +60,7 @@ def to_json(plan: Plan) -> str:
     data["stages"] = [_stage_to_json(stage) for stage in plan.stages]
     data["predicted"] = asdict(plan.predicted)
     data["search"] = _search_to_json(plan.search)
-    data["coverage"] = dict(plan.coverage)
-    data["sources"] = dict(plan.sources)
-    data["parameters"] = dict(plan.parameters)
-    data["types"] = dict(plan.types)
-    data["scopes"] = dict(plan.scopes)
+    data.update({name: dict(getattr(plan, name)) for name in _TOLD})
     data["choices"] = [
         [c.name, c.kind, c.count, c.chosen, c.cost_ns, c.num_options, [list(a) for a in c.alternatives]]
         for c in plan.choices
@@ -138,7 +135,7 @@ def _validator() -> Any:
 
 def _plan(data: dict[str, Any]) -> Plan:
     return Plan(
-        **{name: data[name] for name in _PLAIN},
+        **{name: data[name] for name in (*_PLAIN, *_TOLD)},
         training=data.get("training", True),
         mesh=Mesh([(name, nodes, devices) for name, nodes, devices in data["mesh"]]),
         stages=tuple(map(_stage, data["stages"])),
@@ -146,11 +143,6 @@ def _plan(data: dict[str, Any]) -> Plan:
         recompute=tuple(data["recompute"]),
         predicted=_prediction(data["predicted"]),
         search=_search(data["search"]),
-        coverage=data["coverage"],
-        sources=data["sources"],
-        parameters=data["parameters"],
-        types=data["types"],
-        scopes=data["scopes"],
         choices=tuple(map(_choice, data["choices"])),
         blocks=tuple(tuple(paths) for paths in data["blocks"]),
         substitutions=tuple(map(_substitution, data.get("substitutions", ()))),

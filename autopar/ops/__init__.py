@@ -1,6 +1,6 @@
 """What every operator is, a row each: the types that it runs with, its work, memory, collectives, and local call."""
 
-from autopar.ops.call import overload, real
+from autopar.ops.call import overload, real, run
 from autopar.ops.definitions import defining_module
 from autopar.ops.lookup import admits, axis_rules, call_key, coverage, has_rules, register_rule, shape_error
 
@@ -14,5 +14,6 @@ __all__ = [
     "overload",
     "real",
     "register_rule",
+    "run",
     "shape_error",
 ]

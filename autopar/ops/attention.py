@@ -32,7 +32,8 @@ def attention(call: Call) -> list[AxisRule]:
         return []
     rules = Entry(f"{text} -> {batch}h {q} V", "RRP" + "R" * (len(call.node.operands) - 3))(call)
     rules = [rule for rule in rules if _heads_agree(call, rule)]
-    return [*rules, *(_queries_alone(call, rule) for rule in rules if _splits_groups(call, rule))]
+    alone = [rule for rule in rules if _splits_groups(call, rule)]  # of which queries may split further
+    return [*rules, *(AxisRule((rule.operands[0], R, R, *rule.operands[3:]), rule.results) for rule in alone)]
 
 
 def _heads_agree(call: Call, rule: AxisRule) -> bool:
@@ -47,10 +48,6 @@ def _splits_groups(call: Call, rule: AxisRule) -> bool:
     head = len(call.shape(0)) - 3
     query, key, value = (shape[head] for shape in call.operand_shapes[:3])
     return rule.operands[0] == rule.operands[1] == S(head) and query > key == value
-
-
-def _queries_alone(call: Call, rule: AxisRule) -> AxisRule:
-    return AxisRule((rule.operands[0], R, R, *rule.operands[3:]), rule.results)
 
 
 def _heads_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:

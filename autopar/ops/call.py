@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from autopar.errors import RuleError
-from autopar.ir.graph import Atom, Graph, Node, Ref, Tensor, references
+from autopar.ir.graph import Atom, Graph, Node, Ref, Tensor, map_references, references
 
 
 @cache
@@ -106,6 +107,13 @@ def call_of(graph: Graph, node: Node) -> Call:
 
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def run(node: Node, value_of: Callable[[str], Any], device: str) -> list[Any]:
+    """The results of torch's operator on a node's arguments, with the value of each tensor, on a device."""
+    args, kwargs = real(map_references((node.args, dict(node.kwargs)), value_of), device)
+    made: Any = overload(node.op)(*args, **kwargs)
+    return list(made) if isinstance(made, (tuple, list)) else [made]
 
 
 def real(value: Any, device: str) -> Any:

@@ -9,12 +9,13 @@ everywhere else. A product of a stack of rows and a matrix reshapes the rows to 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Shape
 from autopar.ops.call import argument, base_name
+from autopar.ops.work import sizes_of
 
 Strides = tuple[int, ...]
 
@@ -30,39 +31,26 @@ _SAME = frozenset(["alias", "detach", "identity", "split", "split_with_sizes", "
 _PRODUCTS = frozenset(["linear", "matmul"])
 
 
-def copied_reshapes(graph: Graph) -> frozenset[str]:
-    """The names of the nodes that reshape into new memory."""
-    return _copies(graph)[0]
+class Copied(NamedTuple):
+    """The names of the nodes that copy operands: those that reshape into new memory; products whose first operand's
+    rows do not lie as those of a matrix do; and of each einsum, the operands whose dims do not."""
+
+    reshapes: frozenset[str]
+    rows: frozenset[str]
+    factors: Mapping[str, tuple[int, ...]]
 
 
-def copied_rows(graph: Graph) -> frozenset[str]:
-    """The names of the products whose first operand is copied, as its rows do not lie as those of a matrix do."""
-    return _copies(graph)[1]
-
-
-def copied_factors(graph: Graph) -> Mapping[str, tuple[int, ...]]:
-    """Of each einsum that copies operands, as their dims do not lie in memory as those of its matrices: which."""
-    return _copies(graph)[2]
-
-
-Copied = tuple[frozenset[str], frozenset[str], Mapping[str, tuple[int, ...]]]
-
-
-def _copies(graph: Graph) -> Copied:
-    """Of reshapes, of products and of einsums; remembered as long as the graph lives."""
-    key = id(graph)
-    known = _known.get(key)
-    if known is None or known[0]() is not graph:
-        known = _known[key] = (weakref.ref(graph, lambda _: _known.pop(key, None)), _find(graph))
-    return known[1]
-
-
-_known: dict[int, tuple[weakref.ref[Graph], Copied]] = {}
+def copied(graph: Graph) -> Copied:
+    """What is copied in a graph, found once."""
+    if ("copied", "") not in graph.found:
+        graph.found["copied", ""] = _find(graph)
+    found: Copied = graph.found["copied", ""]
+    return found
 
 
 def _find(graph: Graph) -> Copied:
     strides = {name: contiguous_strides(tensor.shape) for name, tensor in graph.tensors.items()}
-    copied, rows, factors = set(), set(), dict[str, tuple[int, ...]]()
+    reshapes, rows, factors = set(), set(), dict[str, tuple[int, ...]]()
     for node in graph.nodes:
         if base_name(node.op) in _PRODUCTS and not _has_rows(node, graph, strides):
             rows.add(node.name)
@@ -74,8 +62,8 @@ def _find(graph: Graph) -> Copied:
         if found is not None:
             strides.update((name, found) for name in node.results)
         elif node.operands and base_name(node.op) in RESHAPES:
-            copied.add(node.name)
-    return frozenset(copied), frozenset(rows), factors
+            reshapes.add(node.name)
+    return Copied(frozenset(reshapes), frozenset(rows), factors)
 
 
 def _has_rows(node: Node, graph: Graph, strides: dict[str, Strides]) -> bool:
@@ -98,11 +86,7 @@ def _einsum(node: Node, graph: Graph, strides: dict[str, Strides]) -> tuple[tupl
     alone = set("".join(letters)) - set(out) if len(letters) != 2 else set(letters[0]) ^ set(letters[1])
     if len(letters) != 2 or not alone <= set(out) or any(len(set(text)) < len(text) for text in (*letters, out)):
         return (), made
-    sizes = {
-        letter: size
-        for text, shape in zip(letters, shapes, strict=True)
-        for letter, size in zip(text, shape, strict=True)
-    }
+    sizes = sizes_of(letters, shapes)
     both = set(letters[0]) & set(letters[1])
     stay, summed = [letter for letter in out if letter in both], sorted(both - set(out))
     left, right = ([letter for letter in out if letter in text and letter not in both] for text in letters)

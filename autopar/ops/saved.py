@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.placement import Shape
 from autopar.ops.call import argument
-from autopar.ops.layout import copied_factors, copied_rows
+from autopar.ops.layout import copied
 
 
 class Extra(NamedTuple):
@@ -37,12 +37,13 @@ Saved = str | Extra
 SaveRule = Callable[[Node, Graph], list[Saved]]
 
 
+def _copy(tensor: Tensor, itemsize: int | None = None) -> Extra:
+    """As large as a tensor, perhaps in elements of another size."""
+    return Extra(tensor.name, tuple(range(len(tensor.shape))), itemsize or tensor.itemsize)
+
+
 def _differentiable(name: str, graph: Graph) -> bool:
     return graph.tensors[name].differentiable
-
-
-def _floating(name: str, graph: Graph) -> bool:
-    return graph.tensors[name].dtype.startswith(("float", "bfloat", "complex"))
 
 
 def everything(node: Node, graph: Graph) -> list[Saved]:
@@ -71,11 +72,10 @@ def factors(node: Node, graph: Graph) -> list[Saved]:
 def einsum_factors(node: Node, graph: Graph) -> list[Saved]:
     """Of einsum: the same, as its copy where it is copied."""
     kept = factors(node, graph)
-    for position in copied_factors(graph).get(node.name, ()):
+    for position in copied(graph).factors.get(node.name, ()):
         name = node.operands[position]
         if name in kept:
-            tensor = graph.tensors[name]
-            kept[kept.index(name)] = Extra(name, tuple(range(len(tensor.shape))), tensor.itemsize)
+            kept[kept.index(name)] = _copy(graph.tensors[name])
     return kept
 
 
@@ -85,9 +85,7 @@ def matrices(node: Node, graph: Graph) -> list[Saved]:
     An input that is copied for the product is kept as that copy.
     """
     left, right = node.operands[:2]
-    tensor, kept_left = graph.tensors[left], cast("Saved", left)
-    if node.name in copied_rows(graph):
-        kept_left = Extra(left, tuple(range(len(tensor.shape))), tensor.itemsize)
+    kept_left: Saved = _copy(graph.tensors[left]) if node.name in copied(graph).rows else left
     pairs = ((kept_left, right), (right, left))
     return [kept for kept, wanted in pairs if _differentiable(wanted, graph)]
 
@@ -120,7 +118,8 @@ def with_number(rule: SaveRule) -> SaveRule:
 
 def indices(node: Node, graph: Graph) -> list[Saved]:
     """Integer and boolean operands: what was looked up, or where."""
-    return [name for name in node.operands if not _floating(name, graph)]
+    floating = ("float", "bfloat", "complex")
+    return [name for name in node.operands if not graph.tensors[name].dtype.startswith(floating)]
 
 
 def power(node: Node, graph: Graph) -> list[Saved]:
@@ -136,8 +135,7 @@ def dropout(node: Node, graph: Graph) -> list[Saved]:
     if argument(node, 2, "train", True) is False or argument(node, 1, "p", 0.5) == 0:
         return []
     mask = node.outputs[1] if len(node.outputs) > 1 else None
-    shape = graph.tensors[node.operands[0]].shape
-    return [mask if mask else Extra(node.operands[0], tuple(range(len(shape))), 1)]
+    return [mask or _copy(graph.tensors[node.operands[0]], 1)]
 
 
 def row_normalization(node: Node, graph: Graph) -> list[Saved]:
@@ -159,9 +157,7 @@ def _normalized_rows(node: Node, graph: Graph, statistics: int) -> list[Saved]:
 
 def composed_rms_norm(node: Node, graph: Graph) -> list[Saved]:
     """As products and powers, one after the other: the normalised input is kept, too."""
-    dims = tuple(range(len(graph.tensors[node.operands[0]].shape)))
-    tensor = graph.tensors[node.operands[0]]
-    return [*rms_normalization(node, graph), Extra(tensor.name, dims, tensor.itemsize)]
+    return [*rms_normalization(node, graph), _copy(graph.tensors[node.operands[0]])]
 
 
 def batch_normalization(node: Node, graph: Graph) -> list[Saved]:
@@ -182,7 +178,7 @@ def attention(node: Node, graph: Graph) -> list[Saved]:
     for name in node.operands[3:]:
         mask = graph.tensors[name]
         if mask.dtype == "bool":
-            kept[kept.index(name)] = Extra(name, tuple(range(len(mask.shape))), query.itemsize)
+            kept[kept.index(name)] = _copy(mask, query.itemsize)
     return kept
 
 
@@ -202,8 +198,7 @@ def attention_on_cpu(node: Node, graph: Graph) -> list[Saved]:
 def cross_entropy(node: Node, graph: Graph) -> list[Saved]:
     """Log-probabilities, as large as the logits, the targets, and how many of them count."""
     logits = graph.tensors[node.operands[0]]
-    dims = tuple(range(len(logits.shape)))
-    return [Extra(logits.name, dims, logits.itemsize), Extra(logits.name, (), logits.itemsize), *indices(node, graph)]
+    return [_copy(logits), Extra(logits.name, (), logits.itemsize), *indices(node, graph)]
 
 
 def routed_experts(node: Node, graph: Graph) -> list[Saved]:
@@ -215,10 +210,7 @@ def routed_experts(node: Node, graph: Graph) -> list[Saved]:
 
 def pooled(node: Node, graph: Graph) -> list[Saved]:
     """The input and the position of each maximum."""
-    result = graph.tensors[node.results[0]]
-    if len(node.results) > 1:
-        return [node.operands[0], node.results[1]]
-    return [node.operands[0], Extra(result.name, tuple(range(len(result.shape))), 8)]
+    return [node.operands[0], node.results[1] if len(node.results) > 1 else _copy(graph.tensors[node.results[0]], 8)]
 
 
 # Gradients that pass ----------------------------------------

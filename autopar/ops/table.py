@@ -103,11 +103,6 @@ def unbind(call: Call) -> list[AxisRule]:
     return [AxisRule(rule.operands, rule.results * len(call.node.results)) for rule in views.select(call)]
 
 
-def topk(call: Call) -> list[AxisRule]:
-    """Every dim but the one that it runs along."""
-    return along_dim(call)
-
-
 def _named(names: str, kind: Operator) -> dict[str, Operator]:
     """Rows of names without overloads: torch's tags and registry have their rules."""
     return dict.fromkeys(names.split(), kind)
@@ -144,7 +139,7 @@ OPERATORS: dict[str, Operator] = {
     "aten.log_softmax.int": kinds.SOFTMAX.by(along_dim),
     "aten._log_softmax.default": kinds.SOFTMAX.by(along_dim),
     "aten.cumsum.default": kinds.CUMSUM.by(cumsum),
-    "aten.topk.default": kinds.REDUCTION.by(topk),
+    "aten.topk.default": kinds.REDUCTION.by(along_dim),
     "aten.sort.default": kinds.REDUCTION.by(along_dim),
     "aten.argsort.default": Operator(along_dim),
     "aten.one_hot.default": Operator(one_hot, work=work.CREATION),

@@ -150,12 +150,13 @@ def _einsum_flops(call: WorkKey) -> int:
     inputs = call.detail.replace(" ", "").split("->")[0].split(",")
     if len(inputs) != len(call.operand_shapes) or "." in call.detail:
         return 2 * math.prod(call.result_shapes[0]) * call.operand_shapes[0][-1]
-    sizes = {
-        label: size
-        for labels, shape in zip(inputs, call.operand_shapes, strict=True)
-        for label, size in zip(labels, shape, strict=True)
-    }
-    return 2 * math.prod(sizes.values())
+    return 2 * math.prod(sizes_of(inputs, call.operand_shapes).values())
+
+
+def sizes_of(terms: Sequence[str], shapes: Sequence[Shape]) -> dict[str, int]:
+    """The length of each label of an equation of einsum."""
+    pairs = zip(terms, shapes, strict=True)
+    return {label: size for labels, shape in pairs for label, size in zip(labels, shape, strict=True)}
 
 
 def _linear_product(call: WorkKey) -> Product:
@@ -187,8 +188,7 @@ def _einsum_product(call: WorkKey) -> Product | None:
     names = inputs.split(",")
     if len(names) != 2 or "." in equation or list(map(len, names)) != list(map(len, call.operand_shapes)):
         return None
-    sizes = {label: size for labels, shape in zip(names, call.operand_shapes, strict=True)
-             for label, size in zip(labels, shape, strict=True)}  # fmt: skip
+    sizes = sizes_of(names, call.operand_shapes)
     left, right = names
     groups = (
         [x for x in left if x in right and x in result],

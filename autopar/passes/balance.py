@@ -11,7 +11,7 @@ from functools import partial
 from autopar.clock import Clock
 from autopar.driver import Candidate, Context, Front, of_plan
 from autopar.ir.outline import Outline
-from autopar.shares import ShareSearch, shared_in
+from autopar.shares import searched_shares, shared_in
 from autopar.tunables import BALANCE_SHARE
 
 
@@ -28,13 +28,12 @@ def balance(front: Front, context: Context) -> Iterator[Candidate]:
         share = 1.0 if pinned else BALANCE_SHARE
         request = context.asked_of(asked)
         clock = Clock.of(share * request.budget.seconds)
-        search = ShareSearch(
+        found = searched_shares(
             asked.graph, context.blocks(asked.graph), request, context.profiles, clock, context.noting(asked),
             context.progress,
         )  # fmt: skip
-        for outline, plan in search.run():
-            yield of_plan(asked, outline, plan, partial(search.reported, outline, plan))
-        front.spent_s[asked] = search.clock.passed_s
+        yield from (of_plan(asked, *one) for one in found)
+        front.spent_s[asked] = clock.passed_s
 
 
 def _near(asked: Candidate, outline: Outline, front: Front, context: Context) -> Iterator[Candidate]:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autopar.driver import Candidate, Context, Front, of_plan, outline_of
-from autopar.ir.graph import is_inside
+from autopar.ir.graph import Graph, is_inside
 from autopar.ir.plan import Plan
-from autopar.planning import DividedGraph, divided
+from autopar.planning import divided
 from autopar.simulate import Timeline, predict, simulate
 from autopar.zero import Modules, joined
 
@@ -38,12 +38,12 @@ def _keeping(best: Candidate, context: Context) -> Plan | None:
     fewest, most = [0] * len(groups), [len(own) for own in groups]
     while fewest != most:
         tried = [(few + many) // 2 for few, many in zip(fewest, most, strict=True)]
-        over = _stages_over(_played(part, _with(best.plan, groups, tried), context), best.plan, context)
+        over = _stages_over(_played(part.graph, _with(best.plan, groups, tried), context), best.plan, context)
         fewest = [count + 1 if stage in over and count < many else few
                   for stage, (few, count, many) in enumerate(zip(fewest, tried, most, strict=True))]  # fmt: skip
         most = [many if stage in over else count for stage, (count, many) in enumerate(zip(tried, most, strict=True))]
     plan = _with(best.plan, groups, most)
-    played = _played(part, plan, context)
+    played = _played(part.graph, plan, context)
     if _stages_over(played, plan, context) or played.step_time_ns >= best.step_ns:
         return None
     told = predict(played)
@@ -67,8 +67,8 @@ def _with(plan: Plan, groups: Sequence[Sequence[Modules]], counts: Sequence[int]
     return replace(plan, recompute=tuple(module for module in plan.recompute if module not in left_out))
 
 
-def _played(part: DividedGraph, plan: Plan, context: Context) -> Timeline:
-    return simulate(part.graph, plan, context.profiles)
+def _played(graph: Graph, plan: Plan, context: Context) -> Timeline:
+    return simulate(graph, plan, context.profiles)
 
 
 def _stages_over(played: Timeline, plan: Plan, context: Context) -> set[int]:

@@ -11,9 +11,8 @@ from functools import partial
 from autopar.clock import Clock
 from autopar.driver import Candidate, Context, Front, of_plan, outline_of
 from autopar.ir.outline import Outline
-from autopar.progress import reporting
 from autopar.tunables import KINDS_SHARE, LEAST_SEARCH_S
-from autopar.unequal import UnequalSearch, unequal_in
+from autopar.unequal import searched_kinds, unequal_in
 
 
 def kinds(front: Front, context: Context) -> Iterator[Candidate]:
@@ -28,14 +27,11 @@ def kinds(front: Front, context: Context) -> Iterator[Candidate]:
         budget = context.asked_of(asked).budget
         share = KINDS_SHARE if budget.proposals else 1.0
         left = share * budget.seconds - front.spent_s.get(asked, 0.0)
-        search = UnequalSearch(
+        found = searched_kinds(
             asked.graph, context.blocks(asked.graph), context.request, context.profiles,
-            Clock.of(max(LEAST_SEARCH_S, left)), context.noting(asked),
+            Clock.of(max(LEAST_SEARCH_S, left)), context.noting(asked), context.progress,
         )  # fmt: skip
-        with reporting(context.progress, len(search.shapes) * max(map(len, search.shapes.values()))) as report:
-            found = search.run(report)
-        for setting, plan in found:
-            yield of_plan(asked, outline_of(plan), plan, partial(search.reported, setting, plan))
+        yield from (of_plan(asked, outline_of(plan), plan, made) for plan, made in found)
 
 
 def _near(asked: Candidate, outline: Outline, front: Front, context: Context) -> Iterator[Candidate]:

@@ -19,13 +19,13 @@ def refine(front: Front, context: Context) -> Iterator[Candidate]:
     best = None if front.opened else front.best
     if best is None:
         return
-    for start in [best, *_others(best, front, context)]:
+    for start in [best, *_others(front, context)]:
         if start is best or not is_interrupted():
             plan = _refined(start, context)
             yield replace(of_plan(start, outline_of(plan), plan), rank=REFINED)
 
 
-def _others(best: Candidate, front: Front, context: Context) -> list[Candidate]:
+def _others(front: Front, context: Context) -> list[Candidate]:
     """Of the model's own graph."""
     searched, few = front.best_of(front.given, "stage", "place", "fit"), context.request.budget.proposals
     fastest = front.best_of(front.given)

@@ -15,17 +15,14 @@ Which graphs there are is decided in `autopar.rewrites`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from autopar.clock import Clock
 from autopar.driver import PLANNED, Candidate, Context, Front, simplest
 from autopar.ir.outline import Outline, sizes_text
 from autopar.ir.plan import GraphPlan, Rewriting, rule_counts
 from autopar.rewrites import Rewrites, rewrites
-from autopar.substitute import GraphCandidate
 from autopar.tunables import ANYWHERE_SHARE, MOST_SETTINGS, NEAR_SETTING, NEARBY_S
 
 
@@ -56,15 +53,15 @@ def _next(front: Front, context: Context) -> Iterator[Candidate]:
     fastest of all anywhere, where it is much faster."""
     settings, clock = settings_near(front), front.kept["rewrite", front.given][1]
     entries = planned_graphs(front)
-    in_first = [entry for entry in entries[1:] if entry.asked.outline == (settings[0] if settings else None)]
+    in_first = [entry for entry in entries[1:] if _asked(entry).outline == (settings[0] if settings else None)]
     best = min(in_first, key=_step_ns, default=None)
     others = settings[1:] if best is not None and best.step_ns <= NEAR_SETTING * entries[0].step_ns else []
     if front.round == 2 and best is not None and others:
-        yield from (Candidate(best.asked.variant, setting, clock) for setting in others)
+        yield from (Candidate(best.variant, setting, clock) for setting in others)
     else:
         faster = much_faster(entries)
-        if faster is not None and all(one.asked.outline is not None for one in entries if one.asked.variant is faster):
-            yield Candidate(faster, seconds=context.request.budget.seconds * ANYWHERE_SHARE)
+        if faster is not None and all(_asked(one).outline for one in entries if one.variant is faster.variant):
+            yield Candidate(faster.variant, seconds=context.request.budget.seconds * ANYWHERE_SHARE)
 
 
 def settings_near(front: Front) -> list[Outline]:
@@ -90,59 +87,49 @@ def _by_step(pair: tuple[float, Outline]) -> tuple[float, str, int, int]:
 # What came of it ----------------------------------------
 
 
-class PlannedGraph(NamedTuple):
-    """A graph that was open, and the fastest plan of it; None where nothing fitted."""
-
-    asked: Candidate
-    best: Candidate | None
-
-    @property
-    def step_ns(self) -> float:
-        """Predicted; endless without a plan."""
-        return math.inf if self.best is None else self.best.step_ns
+def planned_graphs(front: Front) -> list[Candidate]:
+    """The fastest plan of each graph that was looked at, the model's own first; the open graph, which takes endless,
+    where nothing fitted."""
+    return [front.best_of(asked) or asked for asked in front.begun]
 
 
-def planned_graphs(front: Front) -> list[PlannedGraph]:
-    """All that was looked at, the model's own graph first."""
-    return [PlannedGraph(asked, front.best_of(asked)) for asked in front.begun]
-
-
-def much_faster(entries: Sequence[PlannedGraph]) -> GraphCandidate | None:
-    """The graph of the fastest plan where that is so much faster than the model's own, which comes first, that settings
+def much_faster(entries: Sequence[Candidate]) -> Candidate | None:
+    """The fastest plan where it is so much faster than that of the model's own graph, which comes first, that settings
     near its best say little."""
     given, best = entries[0], min(entries, key=_step_ns)
-    return best.asked.variant if best.step_ns * NEAR_SETTING < given.step_ns else None
+    return best if best.step_ns * NEAR_SETTING < given.step_ns else None
 
 
-def _step_ns(entry: PlannedGraph) -> float:
+def _step_ns(entry: Candidate) -> float:
     return entry.step_ns
+
+
+def _asked(entry: Candidate) -> Candidate:
+    return entry.asked or entry
 
 
 def _reported(front: Front, found: Rewrites, clock: Clock) -> Rewriting:
     """What was looked at, and why it lost."""
     entries = planned_graphs(front)
-    plans = [entry.best for entry in entries if entry.best is not None]
-    taken = simplest(plans)
+    taken = simplest([entry for entry in entries if entry.made is not None])
     rows = tuple(_row(entry, taken, found.before_ns) for entry in entries)
     return Rewriting(found.seen, found.stop, round(clock.passed_s, 3), rows)
 
 
-def _row(entry: PlannedGraph, taken: Candidate, given_ns: int) -> GraphPlan:
-    variant, outline = entry.asked.variant, entry.asked.outline
-    if outline is None and entry.best is not None:
-        outline = entry.best.outline
+def _row(entry: Candidate, taken: Candidate, given_ns: int) -> GraphPlan:
+    variant, outline = entry.variant, _asked(entry).outline or entry.outline
     is_alike = outline is not None and outline.is_alike
     mesh = sizes_text(outline.axes) if outline and is_alike else ""
     counts = (outline.num_submeshes, outline.microbatches) if outline and is_alike else (0, 0)
-    step_ns = None if entry.best is None else round(entry.best.step_ns)
+    step_ns = None if entry.made is None else round(entry.step_ns)
     one_device_ns = variant.cost_ns if variant.steps else given_ns
     return GraphPlan(rule_counts(variant.steps), one_device_ns, mesh, *counts, step_ns, _outcome(entry, taken))
 
 
-def _outcome(entry: PlannedGraph, taken: Candidate) -> str:
-    if entry.best is taken:
+def _outcome(entry: Candidate, taken: Candidate) -> str:
+    if entry is taken:
         return "taken"
-    if entry.best is None:
+    if entry.made is None:
         return "nothing found that fits"
     if entry.step_ns > taken.step_ns:
         return f"slower by {entry.step_ns / taken.step_ns - 1:.1%}"

@@ -6,13 +6,9 @@ Which of them may be faster, and are played, is decided in `autopar.families`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 
 from autopar.driver import Candidate, Context, Front, of_plan
-from autopar.families import Family
-from autopar.ir.plan import Plan
-from autopar.planning import Place
+from autopar.families import faster_templates
 from autopar.request import Request
 
 
@@ -21,11 +17,9 @@ def template(front: Front, context: Context) -> Iterator[Candidate]:
     best = front.best_of(front.given) if front.round == 1 else None
     if best is None or not _is_open(context.request):
         return
-    family = Family(best.graph, best.plan, context.request)
-    family.look()
-    context.rows += family.rows
-    for name, place, plan in family.found:
-        yield of_plan(front.given, place.outline, plan, partial(_stated, name, place, plan))
+    rows, found = faster_templates(best.graph, best.plan, context.request)
+    context.rows += rows
+    yield from (of_plan(front.given, *one) for one in found)
 
 
 def _is_open(request: Request) -> bool:
@@ -33,9 +27,3 @@ def _is_open(request: Request) -> bool:
     rules, mesh = request.constraints, request.mesh
     is_open = all(rule.axis is None and rule.recompute is None and rule.stages in (None, 1) for rule in rules)
     return is_open and mesh.is_homogeneous and mesh.num_devices > 1
-
-
-def _stated(name: str, place: Place, plan: Plan) -> Plan:
-    """A template as a plan for the step."""
-    stated = place.part.with_traffic(plan)
-    return replace(stated, search=replace(stated.search, method=f"template {name}: {plan.search.method}"))

@@ -120,18 +120,8 @@ def _overlap_slowdown(shares: Mapping[str, float], cores: int) -> float:
 
 def _runtime(measured: Mapping[str, Any]) -> dict[str, Any]:
     """Points that were measured before say nothing of pipelines."""
-    return {
-        "optimizer_ns": measured["optimizer"],
-        "parameter_ns": measured["parameter"],
-        "convert_ns": measured["convert"],
-        "function_ns": measured["function"],
-        "branch_ns": measured["branch"],
-        "pass_ns": measured.get("pass", 0),
-        "send_ns": measured.get("send", []),
-        "receive_ns": measured.get("receive", 0),
-        "late_ns": measured.get("late", 0),
-        "carry_ns": measured.get("carry", []),
-    }
+    before = {"pass": 0, "send": [], "receive": 0, "late": 0, "carry": []}
+    return {f"{name}_ns": value for name, value in {**before, **measured}.items()}
 
 
 # Operators ----------------------------------------

@@ -40,19 +40,15 @@ def profiles_of(mesh: Mesh) -> dict[str, Profile]:
     return {group.profile: load_profile(group.profile) for group in mesh.groups}
 
 
+@cache
 def template_profile() -> Profile:
     """The shipped `cpu` template, with assumed figures instead of this host's: the same plans everywhere."""
-    return _template()
+    return profile_from_json(_shipped()["cpu"], "cost profile 'cpu'")
 
 
 def profile_names() -> tuple[str, ...]:
     """The names of the shipped profiles, without aliases."""
     return tuple(sorted({data["name"] for data in _shipped().values()}))
-
-
-@cache
-def _template() -> Profile:
-    return profile_from_json(_shipped()["cpu"], "cost profile 'cpu'")
 
 
 @cache

@@ -96,13 +96,10 @@ class _Owned(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
         if ctx.inside is None:
-            return None, *(_zeros(*size) if need else None for size, need in zip(ctx.sizes, needed, strict=True))
+            sizes = zip(ctx.sizes, needed, strict=True)
+            return None, *(torch.zeros(n, dtype=d, device=at) if need else None for (n, d, at), need in sizes)
         inside, ctx.inside = ctx.inside, None
         return None, *inside.gradients(gradients, needed)
-
-
-def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -98,7 +98,8 @@ def load_checkpoint(
             if newest is not None and found.manifest is None:  # else of an earlier version: nothing to hold it against
                 problems[_key(found)] = "no manifest that can be read"
         left = [found for found in listed if _key(found) not in problems]
-        lost = [found for found in listed if _key(found) in problems and (found.manifest or _is_later(found, left))]
+        since = left[-1].step if left else -1  # of those without a manifest, later ones alone are lost
+        lost = [found for found in listed if _key(found) in problems and (found.manifest or found.step > since)]
         told = "; ".join(f"{found.path.name}: {problems[_key(found)]}" for found in reversed(lost))
         if not left and told:
             raise ProgramError(f"expected a whole checkpoint in {folder}, found none. {told}")
@@ -124,10 +125,6 @@ def _warn(text: str) -> None:
         warnings.warn(text, stacklevel=3)
     else:
         print(text, file=sys.stderr, flush=True)
-
-
-def _is_later(found: FoundCheckpoint, left: list[FoundCheckpoint]) -> bool:
-    return not left or found.step > left[-1].step
 
 
 def _key(found: FoundCheckpoint) -> tuple[str, str]:

@@ -38,7 +38,7 @@ def apply(function: str, *args: Any) -> Any:
     given = [x.contiguous() if isinstance(x, Tensor) else x for x in args]
     with _read_again():
         returned = torch.autograd.Function.apply.__func__(imported(function), *given)  # type: ignore[attr-defined]
-    found = _tensors(returned)
+    found = tensors_in(returned)
     return found[0] if len(found) == 1 else tuple(found)
 
 
@@ -88,8 +88,9 @@ def hooked(x: Tensor, hook: Callable[..., Tensor], *others: Tensor) -> Tensor:
     return made
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """Those in tuples, lists and dicts, in order."""
     if isinstance(value, Tensor):
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return [x for item in items for x in _tensors(item)]
+    return [x for item in items for x in tensors_in(item)]

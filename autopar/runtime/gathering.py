@@ -23,6 +23,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from autopar.runtime import coalesce
 from autopar.runtime.coalesce import CutTensor
 from autopar.runtime.declare import Block
+from autopar.runtime.functions import tensors_in
 from autopar.runtime.mesh import RankMesh
 from autopar.runtime.redistribute import forward_step
 from autopar.runtime.stored import ParameterUse, SizedStep
@@ -167,11 +168,11 @@ class Gatherer:
     def _after_forward(self, unit: Unit, outputs: Any) -> None:
         if unit.block.mesh.progress.is_again or not unit.regathered or unit.is_root:
             return
-        differentiable = [x for x in _tensors(outputs) if x.requires_grad]
+        differentiable = [x for x in tensors_in(outputs) if x.requires_grad]
         if differentiable and torch.is_grad_enabled():
             unit.in_flight += 1
             register_multi_grad_hook(differentiable, lambda grad: self._before_backward(unit), mode="any")
-        unit.pin_seen(_tensors(outputs))
+        unit.pin_seen(tensors_in(outputs))
         unit.release()
 
     def _before_backward(self, unit: Unit) -> None:
@@ -276,13 +277,3 @@ def _gather_pieces(tensors: list[Tensor], steps: list[SizedStep]) -> list[CutTen
 def _whole_shape(piece: CutTensor) -> tuple[int, ...]:
     shape = piece.tensor.shape
     return (*shape[: piece.dim], piece.size, *shape[piece.dim + 1 :])
-
-
-def _tensors(outputs: Any) -> list[Tensor]:
-    if isinstance(outputs, Tensor):
-        return [outputs]
-    if isinstance(outputs, dict):
-        outputs = list(outputs.values())
-    if isinstance(outputs, (tuple, list)):
-        return [tensor for item in outputs for tensor in _tensors(item)]
-    return []

@@ -19,21 +19,14 @@ from autopar.runtime.mesh import RankMesh
 from autopar.runtime.placement import local_shape, local_slices, parse_placement
 
 
-def split_inputs(
-    program: type[Program], args: Sequence[Any], kwargs: Mapping[str, Any], mesh: RankMesh, local: bool
-) -> list[tuple[Tensor, ...]]:
-    """The local inputs of each microbatch, in the order of the program's INPUTS.
-
-    `args` and `kwargs` are the global batch, or this rank's shard of it if `local`. Raises ProgramError
-    naming the input whose presence, shape or dtype is not what the program was emitted for.
-    """
-    return split_named(program, by_name(program, args, kwargs), mesh, local)
-
-
 def split_named(
     program: type[Program], values: Mapping[str, Tensor], mesh: RankMesh, local: bool
 ) -> list[tuple[Tensor, ...]]:
-    """`split_inputs` of inputs by name, of which the program takes those that it reads."""
+    """The local inputs of each microbatch, in the order of the program's INPUTS.
+
+    `values` are the global batch, or this rank's shard of it if `local`, by name (`by_name`). Raises ProgramError
+    naming the input whose shape or dtype is not what the program was emitted for.
+    """
     count = program.MICROBATCHES
     columns = [_split(spec, values[spec.name], mesh, count, local) for spec in program.INPUTS]
     return [tuple(column[index] for column in columns) for index in range(count)]

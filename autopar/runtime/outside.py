@@ -115,14 +115,13 @@ def _standing_in(
 ) -> Iterator[None]:
     """Plain tensors in the places of parameters, with their gradients and state; what they become is stored."""
     others: Any = WeakIdKeyDictionary()
+    plain = partial(_plain, is_whole=is_whole)
     for parameter in batch:
-        others[parameter] = _plain(_stored[parameter][0], parameter, is_whole)
+        others[parameter] = nn.Parameter(plain(parameter), requires_grad=True)
         if parameter.grad is not None:
-            others[parameter].grad = _plain(_stored[parameter][0], parameter.grad, is_whole).detach()
+            others[parameter].grad = plain(parameter.grad)
         if parameter in optimizer.state:
-            state = optimizer.state.pop(parameter)
-            plain = partial(_plain_state, _stored[parameter][0], is_whole=is_whole)
-            optimizer.state[others[parameter]] = _mapped(state, parameter.shape, plain)
+            optimizer.state[others[parameter]] = _mapped(optimizer.state.pop(parameter), parameter.shape, plain)
     try:
         _set(optimizer, [[others[p] for p in params if p in others] for params in groups])
         yield
@@ -137,14 +136,9 @@ def _standing_in(
                     stored.local.copy_(_cut(stored, other))
 
 
-def _plain(stored: StoredParameter, tensor: Tensor, is_whole: bool) -> Tensor:
-    """A parameter, or something cut like it, as a leaf in plain memory: whole, or the local part itself."""
-    plain = whole_tensor(tensor) if is_whole else local_part(tensor.detach())
-    return nn.Parameter(plain, requires_grad=True) if isinstance(tensor, nn.Parameter) else plain
-
-
-def _plain_state(stored: StoredParameter, value: Tensor, is_whole: bool) -> Tensor:
-    return _plain(stored, value, is_whole).detach()
+def _plain(tensor: Tensor, is_whole: bool) -> Tensor:
+    """A parameter, or something cut like it, in plain memory: whole, or the local part itself."""
+    return (whole_tensor(tensor) if is_whole else local_part(tensor.detach())).detach()
 
 
 def _mapped(state: Any, shape: torch.Size, change: Callable[[Tensor], Tensor]) -> Any:

@@ -9,6 +9,6 @@ step is shorter than what the fastest kind takes to compute that much.
 """
 
 from autopar.shares.batch import SharedBatch, best_rows, near_rows
-from autopar.shares.search import ShareSearch, shared_axes, shared_in
+from autopar.shares.search import searched_shares, shared_axes, shared_in
 
-__all__ = ["ShareSearch", "SharedBatch", "best_rows", "near_rows", "shared_axes", "shared_in"]
+__all__ = ["SharedBatch", "best_rows", "near_rows", "searched_shares", "shared_axes", "shared_in"]

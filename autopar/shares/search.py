@@ -106,6 +106,17 @@ class ShareSearch:
         return _reported(batch, replace(plan, search=replace(plan.search, seconds=round(self.clock.passed_s, 3))), why)
 
 
+def searched_shares(
+    graph: Graph, blocks: Blocks, request: Request, profiles: Mapping[str, Profile], clock: Clock,
+    note: Callable[[Tried], None], progress: Report | None,
+) -> Iterator[tuple[Outline, Plan, Callable[[], Plan]]]:  # fmt: skip
+    """Plans that fit, each with its outline, and what says more of it. note: takes a row of the report for each.
+    Raises InfeasibleError when nothing fits, PlanError where the batch cannot be shared out."""
+    search = ShareSearch(graph, blocks, request, profiles, clock, note, progress)
+    for outline, plan in search.run():
+        yield outline, plan, partial(search.reported, outline, plan)
+
+
 def shared_in(
     graph: Graph, blocks: Blocks, outline: Outline, request: Request, profiles: Mapping[str, Profile]
 ) -> tuple[Plan, Callable[[], Plan]]:

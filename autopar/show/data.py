@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
-from autopar.ir.plan import Plan, Refinement
+from autopar.ir.plan import Plan
 from autopar.show.text import fork_text, recompute_text, share_lines, stage_blocks
 from autopar.show.tree import Data, model_tree
 
@@ -74,20 +74,5 @@ def _substitution(step: Any) -> Data:
 
 
 def _search(plan: Plan) -> Data:
-    """The report without what is empty."""
-    search = plan.search
-    return {
-        "method": search.method,
-        "cost_ns": search.cost_ns,
-        "lower_bound_ns": search.lower_bound_ns,
-        "stop_reason": search.stop_reason,
-        "seconds": search.seconds,
-        "seed": search.seed,
-        "tried": [row.told for row in search.tried],
-        "rewriting": None if search.rewriting is None else asdict(search.rewriting),
-        "refinement": _refinement(search.refinement),
-    }
-
-
-def _refinement(found: Refinement | None) -> Data | None:
-    return None if found is None else asdict(found)
+    """The report, in its rows without what is empty."""
+    return {**asdict(plan.search), "tried": [row.told for row in plan.search.tried]}

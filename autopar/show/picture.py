@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from autopar.simulate.engine import Task
-from autopar.simulate.timeline import Lane, Timeline, TimelinePiece
+from autopar.simulate.timeline import Lane, Timeline
 
 MEMORY_SAMPLES = 800  # of each lane: about a pixel each
 
@@ -33,7 +34,7 @@ def picture(timeline: Timeline, most_samples: int = MEMORY_SAMPLES) -> dict[str,
     lanes = []
     for lane in timeline.lanes:
         placed = []
-        for piece in sorted((piece for piece in lane.pieces if piece.tasks), key=_begin_ns):
+        for piece in sorted((piece for piece in lane.pieces if piece.tasks), key=attrgetter("begin_ns")):
             if id(piece.tasks) not in known:
                 known[id(piece.tasks)] = passes.setdefault(tuple(piece.tasks), len(passes))
             placed.append((piece.begin_ns, known[id(piece.tasks)], labels[piece.label.strip()]))
@@ -55,10 +56,6 @@ class _TextNumbers(dict[str, int]):
 
     def __missing__(self, text: str) -> int:
         return self.setdefault(text, len(self))
-
-
-def _begin_ns(piece: TimelinePiece) -> int:
-    return piece.begin_ns
 
 
 def _columns(tasks: Iterable[Task], streams: _TextNumbers, names: _TextNumbers, kinds: _TextNumbers) -> list[list[int]]:

@@ -181,14 +181,11 @@ def _setting_text(row: Tried) -> str:
 def recompute_text(plan: Plan) -> str:
     """ "layers.*  ×2 of 4": what is computed again, of how many modules of a like name; "none"."""
     again = Counter(_folded(path) for path in plan.recompute)
-    modules = {".".join(parts[:n]) for parts in _module_parts(plan) for n in range(1, len(parts) + 1)}
+    called = {tuple(_module(plan, name).split(".")) for name in plan.scopes}
+    modules = {".".join(parts[:n]) for parts in called for n in range(1, len(parts) + 1)}
     alike = Counter(map(_folded, modules))
     counts = {path: f"{count} of {alike[path]}" if count < alike[path] else str(count) for path, count in again.items()}
     return ", ".join(f"{path}  ×{count}" for path, count in counts.items()) or "none"
-
-
-def _module_parts(plan: Plan) -> set[tuple[str, ...]]:
-    return {tuple(_module(plan, name).split(".")) for name in plan.scopes}
 
 
 def sources_text(sources: Mapping[str, str]) -> str:
@@ -222,7 +219,9 @@ def _stage(plan: Plan, number: int) -> str:
 def stage_blocks(plan: Plan, stage: Stage) -> str:
     """ "6 blocks, layers.6 to layers.11": the repeated blocks that a stage runs, or "none"."""
     modules = [f"{_module(plan, name)}." for name in stage.nodes]
-    first = {path: _first(module.startswith(f"{path}.") for module in modules) for path in _block_paths(plan)}
+    first = {
+        path: _first(module.startswith(f"{path}.") for module in modules) for paths in plan.blocks for path in paths
+    }
     blocks = sorted((path for path, number in first.items() if number is not None), key=lambda path: first[path] or 0)
     named = f"{len(blocks)} blocks, {blocks[0]} to {blocks[-1]}" if len(blocks) > 1 else "".join(blocks)
     return printable(named) or "none"
@@ -230,10 +229,6 @@ def stage_blocks(plan: Plan, stage: Stage) -> str:
 
 def _first(found: Iterable[bool]) -> int | None:
     return next((number for number, is_there in enumerate(found) if is_there), None)
-
-
-def _block_paths(plan: Plan) -> list[str]:
-    return [path for paths in plan.blocks for path in paths]
 
 
 def _module(plan: Plan, node: str) -> str:

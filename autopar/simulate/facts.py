@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import NamedTuple
 
 from autopar.cost.memory import is_view, passes_gradient, saved_values
@@ -31,7 +31,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement, Shape, evenly, local_shape
 from autopar.ir.plan import StagePlan
 from autopar.ir.redistribution import Step, apply
-from autopar.ir.statements import Operate, Statement, Value, flatten
+from autopar.ir.statements import Flat, Operate, Statement, Value
 from autopar.ir.structure import block_paths, constant_tensors, folded_tensors
 from autopar.ops.saved import Saved
 from autopar.runtime.packing import LONE_BYTES
@@ -120,11 +120,11 @@ Call = tuple[tuple[str, str], ...]
 
 
 class Recomputation:
-    """The pieces of one plan. `reached`: the tensors that get a gradient, none in inference."""
+    """The pieces of one plan. flat: states it, asked for once at most. `reached`: the tensors that get a gradient, none
+    in inference."""
 
-    def __init__(self, graph: Graph, plan: StagePlan, reached: set[str]) -> None:
-        statements = flatten(graph, plan).statements if plan.recompute and reached else ()
-        paths = frozenset(plan.recompute)
+    def __init__(self, graph: Graph, flat: Callable[[], Flat], recompute: Sequence[str], reached: set[str]) -> None:
+        statements, paths = flat().statements if recompute and reached else (), frozenset(recompute)
         pieces = number_calls(call_of(statement.scope, paths) for statement in statements)
         again = {
             piece for piece, statement in zip(pieces, statements, strict=True) if _saves(graph, statement, reached)

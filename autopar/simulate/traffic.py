@@ -16,8 +16,8 @@ second brings everything once more.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 from autopar.ir.branches import converted_inside, coordinates_of, homes, is_idle
@@ -78,8 +78,9 @@ def _moved(graph: Graph, plan: StagePlan, rank: int = 0) -> Counter[str]:
     placements = _placements(graph, plan)
     once, folded = computed_once(graph, plan), folded_tensors(graph)
     reached = reached_tensors(graph) if plan.mode == "train" else set()
-    recomputation = Recomputation(graph, plan, reached)
-    regathering = Regathering(graph, plan, reached, recomputation)
+    flat = cache(partial(flatten, graph, plan, graph.answered))
+    recomputation = Recomputation(graph, flat, plan.recompute, reached)
+    regathering = Regathering(graph, plan, flat, reached, recomputation)
     counted = _counting_path(graph, plan)
     for redistribute in plan.redistributes:
         name = redistribute.tensor
@@ -97,7 +98,7 @@ def _inside(graph: Graph, plan: StagePlan, rank: int = 0) -> Counter[str]:
     counts: Counter[str] = Counter()
     known, place, folded = homes(plan), coordinates_of(plan, rank), folded_tensors(graph)
     reached = reached_tensors(graph) if plan.mode == "train" else set()
-    recomputation = Recomputation(graph, plan, reached)
+    recomputation = Recomputation(graph, partial(flatten, graph, plan), plan.recompute, reached)
     for node in graph.nodes:
         if is_idle(known.get(node.name), place) or not folded.isdisjoint(node.results):
             continue
@@ -234,10 +235,12 @@ class StatementSpan(NamedTuple):
 
 
 class Regathering:
-    """Counts of one plan. `reached`: the tensors that get a gradient, none in inference."""
+    """Counts of one plan. flat: states it. `reached`: the tensors that get a gradient, none in inference."""
 
-    def __init__(self, graph: Graph, plan: StagePlan, reached: set[str], recomputation: Recomputation) -> None:
-        self.graph, self.plan, self.reached = graph, plan, reached
+    def __init__(
+        self, graph: Graph, plan: StagePlan, flat: Callable[[], Flat], reached: set[str], recomputation: Recomputation
+    ) -> None:  # fmt: skip
+        self.graph, self.plan, self._flat, self.reached = graph, plan, flat, reached
         self.recomputation = recomputation
 
     def count(self, redistribute: Redistribute) -> int:
@@ -266,14 +269,10 @@ class Regathering:
         return self.graph.ends is not None
 
     @cached_property
-    def _flat(self) -> Flat:
-        return flatten(self.graph, self.plan, self.graph.answered)
-
-    @cached_property
     def _reads(self) -> dict[Value, list[int]]:
         """Where each value is read."""
         found: dict[Value, list[int]] = defaultdict(list)
-        for position, statement in enumerate(self._flat.statements):
+        for position, statement in enumerate(self._flat().statements):
             for value in statement.reads:
                 found[value].append(position)
         return found
@@ -282,7 +281,7 @@ class Regathering:
     def _spans(self) -> dict[str, StatementSpan]:
         """Where the forward of each block runs: the first of its pieces."""
         blocks, found = block_paths(self.graph, self.plan.recompute), dict[str, StatementSpan]()
-        for position, statement in enumerate(self._flat.statements):
+        for position, statement in enumerate(self._flat().statements):
             for path in {path for path, _ in statement.scope.path} & blocks:
                 start, end = found.get(path, (position, position))
                 if end == position:
@@ -301,7 +300,7 @@ class Regathering:
     def _is_visited_again(self, span: StatementSpan) -> bool:
         """Whether the backward pass needs the block in place: it runs again, or a gradient reaches its outputs."""
         if span not in self._visits:
-            statements = self._flat.statements[slice(*span)]
+            statements = self._flat().statements[slice(*span)]
             runs_again = any(map(self.recomputation.runs_again, statements))
             self._visits[span] = runs_again or self._gets_gradient(span, statements)
         return self._visits[span]
@@ -324,7 +323,7 @@ class Regathering:
     def _handed(self) -> dict[Value, list[int]]:
         """Where each value is read by a statement that hands it a gradient."""
         found: dict[Value, list[int]] = defaultdict(list)
-        for position, statement in enumerate(self._flat.statements):
+        for position, statement in enumerate(self._flat().statements):
             if self._hands_back(statement, self._trained):
                 for value in statement.reads:
                     found[value].append(position)
@@ -339,7 +338,7 @@ class Regathering:
     def _trained(self) -> set[Value]:
         """The values that get a gradient."""
         found = set(self._losses)
-        for statement in reversed(self._flat.statements):
+        for statement in reversed(self._flat().statements):
             if self._hands_back(statement, found):
                 found.update(value for value in statement.reads if value[0] in self.reached)
         return found
@@ -349,8 +348,8 @@ class Regathering:
         """The values that gradients start from: the loss, and what later stages hand one back for."""
         if not self.reached:
             return set()
-        pairs = zip(self.graph.returned, self._flat.outputs, strict=True)
-        return {value for name, value in pairs if name == self.graph.loss} | set(self._flat.leaving)
+        pairs = zip(self.graph.returned, self._flat().outputs, strict=True)
+        return {value for name, value in pairs if name == self.graph.loss} | set(self._flat().leaving)
 
     def _hands_back(self, statement: Statement, trained: set[Value]) -> bool:
         """Whether a statement hands a gradient to what it reads; `trained`: values that get one, those it makes too."""

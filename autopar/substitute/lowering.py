@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from autopar.ir.graph import Graph, Node, Ref, Scope, Tensor, common_scope, reading
+from autopar.ir.graph import Graph, Node, Ref, Scope, Tensor, common_scope, reading, with_nodes
 from autopar.substitute.defined import Definition, Values
 from autopar.substitute.fitting import dim_of, pair
 
@@ -234,24 +234,13 @@ def lowered(values: Values) -> Graph:
     nodes = lowering.ordered()
     graph = values.graph
     names = _names(values, nodes)
-    made = {name for node in nodes for name in node.results}
-    kept = {*graph.inputs, *(stored.tensor for stored in graph.stored)}
-    tensors = {name: tensor for name, tensor in graph.tensors.items() if name in made or name in kept}
-    for name, new in names.items():
-        tensors[new] = replace(lowering.tensor(name), name=new)
+    made = {new: replace(lowering.tensor(name), name=new) for name, new in names.items()}
     nodes = [_renamed(node, names) for node in nodes]
 
     def now(name: str) -> str:
         return names.get(values.now(name), values.now(name))
 
-    return replace(
-        graph,
-        nodes=tuple(nodes),
-        tensors=tensors,
-        outputs=tuple(map(now, graph.outputs)),
-        mutations={buffer: now(name) for buffer, name in graph.mutations.items()},
-        loss=None if graph.loss is None else now(graph.loss),
-    )
+    return with_nodes(graph, nodes, {**graph.tensors, **made}, now)
 
 
 def _names(values: Values, nodes: list[Node]) -> dict[str, str]:

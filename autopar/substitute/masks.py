@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from autopar.errors import PlanError
-from autopar.ir.graph import Graph, Node, Ref, map_references
+from autopar.ir.graph import Graph, Node, Ref, with_nodes
 from autopar.ir.structure import OWN_BACKWARD, constant_tensors
-from autopar.ops import overload, real
+from autopar.ops import run
 
 RULE = "causal-mask"
 STATEMENT = "attention(q, k, v, mask) => causal attention(q, k, v) where mask is the lower triangle"
@@ -110,10 +110,8 @@ def _computed(graph: Graph, name: str) -> torch.Tensor | None:
             return None
         if node.op in OWN_BACKWARD or any(operand not in values for operand in node.operands):
             return None
-        args, kwargs = real(map_references((node.args, dict(node.kwargs)), values.__getitem__), "cpu")
-        made = overload(node.op)(*args, **kwargs)
-        results = made if isinstance(made, (tuple, list)) else [made]
-        values.update((one, value) for one, value in zip(node.outputs, results, strict=True) if one is not None)
+        results = zip(node.outputs, run(node, values.__getitem__, "cpu"), strict=True)
+        values.update((one, value) for one, value in results if one is not None)
     found: torch.Tensor | None = values.get(name)
     return found
 
@@ -136,6 +134,4 @@ def _live(graph: Graph) -> Graph:
         if not wanted.isdisjoint(node.results):
             wanted.update(node.operands)
             nodes.append(node)
-    kept = {name for node in nodes for name in node.results} | set(graph.inputs) | {s.tensor for s in graph.stored}
-    tensors = {name: tensor for name, tensor in graph.tensors.items() if name in kept}
-    return replace(graph, nodes=tuple(nodes[::-1]), tensors=tensors)
+    return with_nodes(graph, nodes[::-1], graph.tensors)

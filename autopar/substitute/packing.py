@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from autopar.ir.graph import Graph, Node, Packing, Piece, Ref, Stored, Tensor, map_references
+from autopar.ir.graph import Graph, Node, Packing, Piece, Stored, Tensor, reading
 from autopar.ir.packed import Box, box_of, cover_fault, packed_shape, piece_shape
 from autopar.substitute.naming import packed_names
 
@@ -271,7 +271,7 @@ def _rewritten(graph: Graph, layouts: Mapping[str, Packing], chosen: Mapping[Pac
     return replace(
         graph,
         stored=stored,
-        nodes=tuple(_reading(node, renamed) for node in graph.nodes if gone.isdisjoint(node.results)),
+        nodes=tuple(reading(node, renamed) for node in graph.nodes if gone.isdisjoint(node.results)),
         tensors=tensors | {item.name: item.tensor for item in new},
         kept_dtypes=kept | {item.name: item.kept for item in new if item.kept != item.tensor.dtype},
         packed=packings,
@@ -305,10 +305,3 @@ def _in_place(graph: Graph, gone: set[str], new: Mapping[Packing, _New]) -> tupl
         for item in new.values()
     ]
     return tuple(item for _, item in sorted(items, key=lambda pair: pair[0]))
-
-
-def _reading(node: Node, renamed: Mapping[str, str]) -> Node:
-    if renamed.keys().isdisjoint(node.operands):
-        return node
-    args, kwargs = map_references((node.args, node.kwargs), lambda name: Ref(renamed.get(name, name)))
-    return replace(node, args=args, kwargs=kwargs)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from autopar.errors import AutoparError, PlanError
-from autopar.ir.graph import Graph, Node, Tensor, reading
+from autopar.ir.graph import Graph, Node, Tensor, reading, with_nodes
 from autopar.ir.plan import Substitution
 from autopar.ir.sharing import share, unshared
 from autopar.substitute.defined import Values
@@ -135,12 +134,4 @@ def _with_names(graph: Graph, nodes: list[Node], tensors: dict[str, Tensor], ren
         return name
 
     nodes = [reading(node, {name: now(name) for name in node.operands if name in renamed}) for node in nodes]
-    kept = {name for node in nodes for name in node.results} | set(graph.inputs) | {s.tensor for s in graph.stored}
-    return replace(
-        graph,
-        nodes=tuple(nodes),
-        tensors={name: tensor for name, tensor in tensors.items() if name in kept},
-        outputs=tuple(map(now, graph.outputs)),
-        mutations={buffer: now(name) for buffer, name in graph.mutations.items()},
-        loss=None if graph.loss is None else now(graph.loss),
-    )
+    return with_nodes(graph, nodes, tensors, now)

@@ -23,8 +23,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from autopar.errors import TraceError
-from autopar.trace.evidence import user_line
 from autopar.trace.hidden import seen_stores
+from autopar.trace.lines import user_line
 
 aten = torch.ops.aten
 

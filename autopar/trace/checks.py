@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -40,11 +41,8 @@ def checks_passed() -> Iterator[None]:
         wanted = _wanted(sys._getframe(1)) if isinstance(x, FakeTensor) and x.dtype == torch.bool else None
         return own["item"](x) if wanted is None else wanted
 
-    Tensor.__bool__, Tensor.item = asked, item  # type: ignore[method-assign, assignment]
-    try:
+    with mock.patch.object(Tensor, "__bool__", asked), mock.patch.object(Tensor, "item", item):
         yield
-    finally:
-        del Tensor.__bool__, Tensor.item
 
 
 def _wanted(frame: FrameType) -> bool | None:

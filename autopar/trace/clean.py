@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autopar.ir.graph import Atom, Graph, Node, Ref, Stored, map_references
+from autopar.ir.graph import Atom, Graph, Node, Ref, Stored, reading, with_nodes
 from autopar.ir.structure import OWN_BACKWARD, is_random
 
 _IDENTITIES = {"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
@@ -29,21 +29,11 @@ def clean(graph: Graph) -> Graph:
     def final(name: str) -> str:
         return renamed.get(name, name)
 
-    outputs = tuple(final(name) for name in graph.outputs)
-    mutations = {buffer: final(name) for buffer, name in graph.mutations.items()}
-    live = _live_nodes(nodes, {*outputs, *mutations.values()})
-    used = {name for node in live for name in node.operands} | {*outputs, *mutations.values()}
+    leave = {final(name) for name in (*graph.outputs, *graph.mutations.values())}
+    live = _live_nodes(nodes, set(leave))
+    used = {name for node in live for name in node.operands} | leave
     stored = tuple(s for s in graph.stored if s.tensor in used or _is_state(s))
-    kept = {name for node in live for name in node.results} | set(graph.inputs) | {s.tensor for s in stored}
-    return replace(
-        graph,
-        nodes=tuple(live),
-        stored=stored,
-        outputs=outputs,
-        loss=None if graph.loss is None else final(graph.loss),
-        mutations=mutations,
-        tensors={name: tensor for name, tensor in graph.tensors.items() if name in kept},
-    )
+    return with_nodes(replace(graph, stored=stored), live, graph.tensors, final)
 
 
 def _is_state(stored: Stored) -> bool:
@@ -56,7 +46,7 @@ def _drop_identities(graph: Graph, nodes: list[Node]) -> tuple[list[Node], dict[
     kept = []
     strided = {name for node in nodes if ".as_strided" in node.op for name in node.operands}  # they read the memory
     for node in nodes:
-        node = _with_operands(node, renamed)
+        node = reading(node, renamed)
         if _is_identity(graph, node) and strided.isdisjoint(node.results):
             renamed[node.results[0]] = node.operands[0]
         else:
@@ -101,24 +91,12 @@ def _is_identity(graph: Graph, node: Node) -> bool:
     return node.op == "aten.native_dropout.default" and (node.args[1] == 0.0 or node.args[2] is False) and same
 
 
-def _with_operands(node: Node, renamed: dict[str, str]) -> Node:
-    if not any(name in renamed for name in node.operands):
-        return node
-
-    def new(name: str) -> Ref:
-        return Ref(renamed.get(name, name))
-
-    args = map_references(node.args, new)
-    kwargs = tuple((key, map_references(value, new)) for key, value in node.kwargs)
-    return replace(node, args=args, kwargs=kwargs)
-
-
 def _merge_equal(nodes: list[Node]) -> tuple[list[Node], dict[str, str]]:
     seen: dict[Any, Node] = {}
     renamed: dict[str, str] = {}
     kept = []
     for node in nodes:
-        node = _with_operands(node, renamed)
+        node = reading(node, renamed)
         key = (node.op, _typed(node.args), _typed(node.kwargs), node.scope)
         twin = seen.get(key)
         if twin is None or is_random(node) or node.op in OWN_BACKWARD or not _same_results(node, twin):

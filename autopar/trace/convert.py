@@ -8,7 +8,6 @@ from collections import ChainMap
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,9 +20,9 @@ from autopar.ir.graph import Atom, Graph, Node, Ref, Scope, Stored, Tensor, map_
 from autopar.ir.structure import FUNCTION, HOOK
 from autopar.ops.writes import OVERWRITTEN
 from autopar.trace.data_dependence import data_dependence
-from autopar.trace.evidence import is_own
 from autopar.trace.gradients import differentiable_results, is_view, saves
 from autopar.trace.layouts import check_layout
+from autopar.trace.lines import node_line, node_place, source_at
 from autopar.trace.markers import CALLED, HOOKED, entered, function, hooked, left, repeated
 from autopar.trace.regions import BlockRegion, regions
 from autopar.trace.saved import written_while_kept
@@ -59,8 +58,8 @@ class _Converter:
             written, keeps = found
             raise TraceError(
                 f"expected forward to write to an activation before what reads its value in the backward pass, found "
-                f"that {keeps.target} at {_line(keeps)} does, and it is written to after that, by .data or .detach(), "
-                f"at\n  {_line(written)}\nWrite to a clone of it, or before it is used."
+                f"that {keeps.target} at {node_line(keeps)} does, and it is written to after that, by .data or "
+                f".detach(), at\n  {node_line(written)}\nWrite to a clone of it, or before it is used."
             )
         self.model = model
         self.prefix = prefix
@@ -224,12 +223,12 @@ class _Converter:
             args, kwargs, value = _argument(tuple(node.args), node), tuple(named), node.meta["val"]
             items = value if isinstance(value, (tuple, list)) else [value]
             if any(not isinstance(size, int) for item in items if torch.is_tensor(item) for size in item.shape):
-                raise data_dependence(_line(node), f"{node.target} makes a shape that values decide")
+                raise data_dependence(node_line(node), f"{node.target} makes a shape that values decide")
             for item in filter(torch.is_tensor, items):
-                check_layout(item, f"a result of {node.target} at {_line(node)}")
+                check_layout(item, f"a result of {node.target} at {node_line(node)}")
             looks = [_looks(item) if torch.is_tensor(item) else None for item in items]
             scope = _scope(node, self.prefix)
-            self.calls[node] = _FxCall(str(node.target), args, kwargs, scope, _source(node), looks)
+            self.calls[node] = _FxCall(str(node.target), args, kwargs, scope, source_at(node_place(node)), looks)
         return self.calls[node]
 
     def _name(self, node: fx.Node) -> str:
@@ -263,7 +262,7 @@ class _Converter:
             if spec.kind == OutputKind.USER_INPUT_MUTATION:
                 raise TraceError(
                     f"expected forward to leave its inputs alone, but it writes to "
-                    f"{self.rename.get(str(spec.target), written)!r} at\n  {_line(made[fx_name])}\n"
+                    f"{self.rename.get(str(spec.target), written)!r} at\n  {node_line(made[fx_name])}\n"
                     "Clone the tensor before writing to it."
                 )
             name = self.rename.get(fx_name)
@@ -290,7 +289,7 @@ class _Converter:
         if not parameter.requires_grad:
             raise TraceError(
                 f"expected forward to write values without a gradient to parameter {parameter.name!r}, found one that "
-                f"has one at\n  {_line(made)}\nWrite under torch.no_grad(), or what is detached."
+                f"has one at\n  {node_line(made)}\nWrite under torch.no_grad(), or what is detached."
             )
         detached = f"%{parameter.name}:new"
         self._add(detached, made.meta["val"], False)
@@ -321,7 +320,7 @@ class _Converter:
                     raise TraceError(
                         f"expected forward to write to {stored.kind} {stored.name!r} before what reads its value in "
                         f"the backward pass, found that {reader.op} at {reader.source or 'an unknown line'} does, and "
-                        f"it is written to after that, at\n  {_line(made)}\nWrite before it is used, or after "
+                        f"it is written to after that, at\n  {node_line(made)}\nWrite before it is used, or after "
                         "optimizer.step()."
                     )
 
@@ -457,7 +456,7 @@ def _argument(value: Any, call: fx.Node) -> Any:
         return value
     raise TraceError(
         f"expected tensors and plain values as arguments of {call.target}, found {type(value).__name__} at\n  "
-        f"{_line(call)}\nRegister it as a tensor of the model (register_buffer), or write it as real numbers."
+        f"{node_line(call)}\nRegister it as a tensor of the model (register_buffer), or write it as real numbers."
     )
 
 
@@ -486,27 +485,6 @@ def _scope(node: fx.Node, prefix: str) -> Scope:
     return Scope(tuple(path))
 
 
-_OWN_ROOT = str(Path(__file__).parent)
-
-
-def _place(node: fx.Node) -> tuple[str, str, str] | None:
-    """File, line number and text of the model's line that made the node."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n? *([^\n]*)', node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if is_own(frame[0])]
-    own = own or [frame for frame in frames if not frame[0].startswith(("<", _OWN_ROOT))]
-    return own[-1] if own else None
-
-
-def _source(node: fx.Node) -> str:
-    place = _place(node)
-    return f"{'/'.join(Path(place[0]).parts[-2:])}:{place[1]}" if place else ""
-
-
 def _source_of_forward(module: nn.Module) -> str:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_firstlineno}" if code else ""
-
-
-def _line(node: fx.Node) -> str:
-    place = _place(node)
-    return f"{place[0]}:{place[1]}: {place[2]}" if place else "unknown source line"
+    return source_at((code.co_filename, code.co_firstlineno)) if code else ""

@@ -84,33 +84,21 @@ def _places(memory: torch.Tensor, size: Sequence[int], stride: Sequence[int], fi
     return found
 
 
-def _linalg_inv(x: torch.Tensor) -> torch.Tensor:
-    """Without the check that there is one, which torch exports as an effect that no plan has."""
-    found: torch.Tensor = torch.ops.aten.linalg_inv_ex.default(x)[0]
-    return found
+def _unchecked(name: str, count: int) -> Callable[..., Any]:
+    """Without the check that there is a solution, which torch exports as an effect that no plan has."""
+    operator = getattr(torch.ops.aten, f"linalg_{name}_ex").default
+
+    def taken_apart(x: torch.Tensor, *others: torch.Tensor, **options: bool) -> Any:
+        found = operator(x, *others, **options)
+        return found[0] if count == 1 else tuple(found[:count])
+
+    return taken_apart
 
 
 def _linalg_tensorinv(x: torch.Tensor, ind: int = 2) -> torch.Tensor:
     rows, columns = x.shape[:ind], x.shape[ind:]
-    return _linalg_inv(x.reshape(math.prod(rows), -1)).reshape(*columns, *rows)
-
-
-def _linalg_cholesky(x: torch.Tensor, *, upper: bool = False) -> torch.Tensor:
-    found: torch.Tensor = torch.ops.aten.linalg_cholesky_ex.default(x, upper=upper)[0]
-    return found
-
-
-def _linalg_solve(x: torch.Tensor, y: torch.Tensor, *, left: bool = True) -> torch.Tensor:
-    found: torch.Tensor = torch.ops.aten.linalg_solve_ex.default(x, y, left=left)[0]
-    return found
-
-
-def _linalg_lu_factor(x: torch.Tensor, *, pivot: bool = True) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.ops.aten.linalg_lu_factor_ex.default(x, pivot=pivot)[:2])
-
-
-def _linalg_ldl_factor(x: torch.Tensor, *, hermitian: bool = False) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.ops.aten.linalg_ldl_factor_ex.default(x, hermitian=hermitian)[:2])
+    inverse: torch.Tensor = _unchecked("inv", 1)(x.reshape(math.prod(rows), -1))
+    return inverse.reshape(*columns, *rows)
 
 
 #: what torch neither decomposes nor differentiates: `x[:, 0] = y` leaves a copy
@@ -118,12 +106,12 @@ _OWN: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.copy.default: _copy,
     torch.ops.aten.as_strided.default: _as_strided,
     torch.ops.aten.as_strided_scatter.default: _as_strided_scatter,
-    torch.ops.aten.linalg_inv.default: _linalg_inv,
+    torch.ops.aten.linalg_inv.default: _unchecked("inv", 1),
     torch.ops.aten.linalg_tensorinv.default: _linalg_tensorinv,
-    torch.ops.aten.linalg_cholesky.default: _linalg_cholesky,
-    torch.ops.aten.linalg_solve.default: _linalg_solve,
-    torch.ops.aten.linalg_lu_factor.default: _linalg_lu_factor,
-    torch.ops.aten.linalg_ldl_factor.default: _linalg_ldl_factor,
+    torch.ops.aten.linalg_cholesky.default: _unchecked("cholesky", 1),
+    torch.ops.aten.linalg_solve.default: _unchecked("solve", 1),
+    torch.ops.aten.linalg_lu_factor.default: _unchecked("lu_factor", 2),
+    torch.ops.aten.linalg_ldl_factor.default: _unchecked("ldl_factor", 2),
 }
 _OF_REALS = {
     scatter: _scatter_of_reals(scatter)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from torch.fx import GraphModule
 from torch.fx.graph import _PyTreeCodeGen
@@ -35,8 +36,5 @@ def code_deferred() -> Iterator[None]:
             recompile(self)
         return code.fget(self)
 
-    module.recompile, module.code = noted, property(made)
-    try:
+    with mock.patch.object(module, "recompile", noted), mock.patch.object(module, "code", property(made)):
         yield
-    finally:
-        module.recompile, module.code = recompile, code

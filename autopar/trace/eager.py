@@ -313,7 +313,7 @@ def _loss(output: Any, tensors: list[Tensor]) -> Tensor:
 
 def run_graph_steps(subject: Subject, steps: int, backward: int) -> Made:
     """What the graph makes in so many steps, the first with gradients, from the state that the model has now."""
-    made, state = Made(), _leaves(subject)
+    made, state = Made(), leaves(subject)
     first = dict(state)
     for step in range(steps):
         now = state_in_step(subject, state, step)
@@ -357,7 +357,7 @@ def _check_flags(graph: Graph, node: Node, made: list[tuple[str, Tensor]]) -> No
             )
 
 
-def _leaves(subject: Subject) -> dict[str, Tensor]:
+def leaves(subject: Subject) -> dict[str, Tensor]:
     """The state without the hooks and history of the model's own tensors."""
     trained = {item.name for item in subject.graph.parameters if item.requires_grad}
     return {name: x.detach().requires_grad_(name in trained) for name, x in subject.state.items()}

@@ -8,13 +8,9 @@ was made); and the same of these goes out. What torch does then follows: it sees
 
 from __future__ import annotations
 
-import linecache
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,7 +20,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 
-_OWN_ROOT = str(Path(__file__).parent)
+from autopar.trace.lines import place_of
+
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 #: these change how torch exports what comes after them
 _SWITCHES = (
@@ -252,22 +249,3 @@ def _looks(x: Tensor) -> Row:
 def _modes() -> Row:
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast)
-
-
-@cache
-def is_own(filename: str) -> bool:
-    """Whether a file is the user's: neither torch's, nor one of these, nor text that torch wrote and ran."""
-    return "/torch/" not in filename and not filename.startswith((_OWN_ROOT, "<"))
-
-
-def user_line(frame: FrameType | None) -> str:
-    """File, number and text of the innermost line that is the user's, of the calls that led to a frame."""
-    place = place_of(frame)
-    return f"{place[0]}:{place[1]}: {linecache.getline(*place).strip()}" if place else "unknown source line"
-
-
-def place_of(frame: FrameType | None) -> tuple[str, int] | None:
-    """File and line of the innermost call that is the user's."""
-    while frame is not None and not is_own(frame.f_code.co_filename):
-        frame = frame.f_back
-    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import linecache
 import logging
 import re
 import sys
@@ -13,8 +12,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._export.config
@@ -36,6 +35,7 @@ from autopar.trace.dropout import write_out_dropout
 from autopar.trace.functions import functions_kept
 from autopar.trace.hooks import Hooks, hooks_kept, place_hooks
 from autopar.trace.joined import decomposed_as_one
+from autopar.trace.lines import innermost, line_at, node_line, places_in
 from autopar.trace.losses import loss_module, name_of_loss, with_loss
 from autopar.trace.model_names import Wrapped, is_wrapped
 from autopar.trace.python_state import same_each_time
@@ -175,7 +175,7 @@ def _parameter_names(function: Callable[..., Any], needed: bool = False) -> list
 
 
 def export(
-    model: nn.Module, names: list[str], inputs: Inputs, loss_fn: LossFn | None, mode: str, fewest: int = FEWEST,
+    model: nn.Module, inputs: Inputs, loss_fn: LossFn | None, mode: str, fewest: int = FEWEST,
     hooks: Hooks | None = None,
 ) -> tuple[ExportedProgram, list[str]]:  # fmt: skip
     """The functional ExportedProgram and the paths of its outputs; `linear`, attention and the like stay whole.
@@ -184,7 +184,7 @@ def export(
     what forward returns beside tensors, such as a cache of keys and values, is left out. hooks: on gradients of
     parameters, by name.
     """
-    target, args, kwargs = called(model, names, inputs, loss_fn)
+    target, args, kwargs = called(model, inputs, loss_fn)
     target.training = model.training  # and no module's below: each keeps its own mode
     repeats = Repeats(model, sys.maxsize if hooks else fewest)
     left: list[str] = []
@@ -229,7 +229,7 @@ def _warn_of(left: list[str]) -> None:
 
 
 def called(
-    model: nn.Module, names: list[str], inputs: Inputs, loss_fn: LossFn | None
+    model: nn.Module, inputs: Inputs, loss_fn: LossFn | None
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """What is exported, the model or that with its loss, and what it is called with, on the model's device."""
     device = next(model.parameters(), torch.empty(0)).device
@@ -281,7 +281,7 @@ def _check_constants(program: ExportedProgram) -> None:
         for user in node.users:
             raise TraceError(
                 f"expected operators whose operands torch can follow, found {user.target} of a tensor that is made "
-                f"inside of a function transform at\n{_line_of(user)}\nWrite what torch.vmap or torch.func is given "
+                f"inside of a function transform at\n  {node_line(user)}\nWrite what torch.vmap or torch.func is given "
                 "there for the whole batch."
             )
         program.constants[named[node.name]] = torch.empty(0)
@@ -293,7 +293,7 @@ def _check_scatters(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided_scatter.default):
         raise TraceError(
             f"expected writes whose gradient torch has, found as_strided_scatter, for which it gives that of other "
-            f"elements, at\n{_line_of(node)}\nWrite in place: x = x.clone(); x.as_strided(…).copy_(source)."
+            f"elements, at\n  {node_line(node)}\nWrite in place: x = x.clone(); x.as_strided(…).copy_(source)."
         )
 
 
@@ -302,25 +302,14 @@ def _check_control_flow(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if isinstance(node.target, HigherOrderOperator):
             raise TraceError(
-                f"expected operators on tensors, found {node.target}, which calls a function, at\n{_line_of(node)}\n"
+                f"expected operators on tensors, found {node.target}, which calls a function, at\n  {node_line(node)}\n"
                 f"Write torch.where, a loop in Python or the operators themselves."
             )
         if node.target is torch.ops.aten._local_scalar_dense.default:
             raise TraceError(
                 f"expected operators on tensors, found a number that is taken out of a tensor (item(), float()) at\n"
-                f"{_line_of(node)}\nCompute with the tensor itself (x / x.abs().max().detach())."
+                f"  {node_line(node)}\nCompute with the tensor itself (x / x.abs().max().detach())."
             )
-
-
-def _line_of(node: fx.Node) -> str:
-    """The user's innermost line, as a line of a message."""
-    roots = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    frames = re.findall(r'File "([^<"]+)", line (\d+), in', str(node.meta.get("stack_trace") or ""))
-    own = [(file, int(number)) for file, number in frames if not file.startswith(roots)]
-    if not own:
-        return "  unknown source line"
-    file, number = own[-1]
-    return f"  {file}:{number}: {linecache.getline(file, number).strip()}"
 
 
 def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -342,13 +331,12 @@ def _quiet() -> Iterator[None]:
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
-    torch.export._trace.print = lambda *args, **options: None  # type: ignore[attr-defined] # the graph so far
+    graph_so_far = mock.patch.object(torch.export._trace, "print", lambda *args, **options: None, create=True)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), graph_so_far:
             warnings.simplefilter("ignore")
             yield
     finally:
-        del torch.export._trace.print  # type: ignore[attr-defined]
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 
@@ -402,25 +390,10 @@ def _tells_arguments(error: Exception) -> bool:
 
 
 def _explain(error: Exception) -> TraceError:
-    frame = _user_frame(error) or _told_frame(error)
-    where = f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else "unknown source line"
+    raised = innermost((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__))
+    where = line_at(raised or innermost(places_in(str(error))))  # torch writes it into what stops while a graph is run
     text = str(error).strip().splitlines()
     reason = text[0] if text else type(error).__name__
     if "data-dependent" in str(error).lower() or "unbacked" in str(error).lower() or "u0" in str(error):
         return data_dependence(where, reason)
     return TraceError(f"the model cannot be captured as one graph; it stopped at\n  {where}\n{reason}")
-
-
-def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    return _innermost(traceback.extract_tb(error.__traceback__))
-
-
-def _told_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """As torch writes it into the message of what stops while the graph is run."""
-    told = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n *([^\n]*)', str(error))
-    return _innermost(traceback.FrameSummary(path, int(number), name, line=line) for path, number, name, line in told)
-
-
-def _innermost(frames: Iterable[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    roots = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
-    return next((frame for frame in reversed(list(frames)) if not frame.filename.startswith(roots)), None)

@@ -26,10 +26,12 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.errors import TraceError
 from autopar.ops.functions import import_error
-from autopar.trace.evidence import tensors_in, user_line
+from autopar.trace.evidence import tensors_in
+from autopar.trace.lines import user_line
 from autopar.trace.literals import UnwritableError, written
 from autopar.trace.markers import CALLED, Called, function
 from autopar.trace.settings import changed_setting
+from autopar.trace.watching import mapped
 
 _PASSED = ("torch._", "torch.utils.checkpoint", "torch.fx", "torch.library")
 """Modules whose Functions are torch's way to do what export sees anyway."""
@@ -104,7 +106,7 @@ def _marked(cls: Any, args: tuple[Any, ...], call: Callable[..., Any]) -> Any:
     key = repr(called)
     CALLED[key] = called
     made = iter(function(operands, key))
-    return _mapped(aside.output, lambda _: next(made))
+    return mapped(aside.output, lambda _: next(made))
 
 
 def _check_settings(cls: Any) -> None:
@@ -164,7 +166,7 @@ class _OutsideCall:
                 others[id(x)] = x.detach().requires_grad_(id(x) in tracked)
             return others[id(x)]
 
-        args = _mapped(self.args, other)
+        args = mapped(self.args, other)
         given = list(others.values())
         versions = [x._version for x in given]
         watch = _OperatorWatch(self.cls, given)
@@ -193,7 +195,7 @@ class _OutsideCall:
 
         try:
             with unset_fake_temporarily():
-                found = self.call(*_mapped(args, ones))
+                found = self.call(*mapped(args, ones))
         except Exception:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             _refuse(self.cls, f"expected a forward that runs on shapes, found {reason}", "Make it one")
@@ -203,7 +205,7 @@ class _OutsideCall:
             made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
             return made.requires_grad_(x.requires_grad)
 
-        return _mapped(found, shape)
+        return mapped(found, shape)
 
     def called(self, text: str) -> Called:
         results = list(tensors_in(self.output))
@@ -236,17 +238,6 @@ class _OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.kept += made
         self.known.update(map(id, made))
         return result
-
-
-def _mapped(value: Any, new: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return new(value)
-    if next(tensors_in(value), None) is None:
-        return value
-    if isinstance(value, dict):
-        return {key: _mapped(item, new) for key, item in value.items()}
-    items = [_mapped(item, new) for item in value]
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def _refuse(cls: Any, what: str, remedy: str) -> NoReturn:

@@ -8,7 +8,7 @@ import torch
 
 from autopar.ir.graph import Atom, Node, Tensor, map_references
 from autopar.ir.structure import FUNCTION, HOOK, OWN_BACKWARD
-from autopar.ops import overload, real
+from autopar.ops import overload, run
 
 _CACHE: dict[Any, tuple[bool, ...]] = {}
 
@@ -49,10 +49,9 @@ def saves(node: Node, operands: list[Tensor], name: str) -> bool:
         return x
 
     given = iter(metas)
-    args, kwargs = real(map_references((node.args, dict(node.kwargs)), lambda _: next(given)), "meta")
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            overload(node.op)(*args, **kwargs)
+            run(node, lambda _: next(given), "meta")
     except (RuntimeError, NotImplementedError):
         return True
     return not own.isdisjoint(memory)
@@ -62,22 +61,22 @@ def _text(node: Node) -> str:
     """The arguments without shapes: flags do not depend on them, dtypes and modes may decide."""
     args, kwargs = map_references((node.args, dict(node.kwargs)), lambda _: None)
     named = (*enumerate(args), *sorted(kwargs.items()))
-    return repr([(name, value) for name, value in named if isinstance(value, (Atom, bool)) or not _is_shape(value)])
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, (int, tuple))
+    return repr(
+        [
+            (name, value)
+            for name, value in named
+            if isinstance(value, (Atom, bool)) or not isinstance(value, (int, tuple))
+        ]
+    )
 
 
 def _ask(node: Node, operands: list[Tensor]) -> tuple[bool, ...]:
     metas = iter([_meta(tensor) for tensor in operands])
-    args, kwargs = real(map_references((node.args, dict(node.kwargs)), lambda _: next(metas)), "meta")
     try:
         with torch.enable_grad():
-            made: Any = overload(node.op)(*args, **kwargs)
+            results = run(node, lambda _: next(metas), "meta")
     except (RuntimeError, NotImplementedError):
         return (True,) * len(node.outputs)
-    results = made if isinstance(made, (tuple, list)) else [made]
     return tuple(torch.is_tensor(result) and result.requires_grad for result in results)
 
 

@@ -161,12 +161,12 @@ def _in_scope(
 def _subject(
     model: nn.Module, graph: Graph, example_inputs: Any, loss_fn: Any, compute_dtype: torch.dtype | None
 ) -> Subject:
-    names, inputs = bind_inputs(model, real_inputs(example_inputs), loss_fn)
+    _, inputs = bind_inputs(model, real_inputs(example_inputs), loss_fn)
     if compute_dtype is not None:
         whole, inputs = with_loss(model, loss_fn), cast_inputs(inputs, compute_dtype)
         model, loss_fn = cast_copy(model, compute_dtype), cast_loss(loss_fn, compute_dtype)
         _widen(with_loss(model, loss_fn), whole, graph)
-    return Subject(model, graph, *called(model, names, inputs, loss_fn), tuple(inputs), loss_fn)
+    return Subject(model, graph, *called(model, inputs, loss_fn), tuple(inputs), loss_fn)
 
 
 def _widen(cast: nn.Module, whole: nn.Module, graph: Graph) -> None:

@@ -24,9 +24,10 @@ from torch.nn.modules import module as every_module
 from torch.utils.hooks import BackwardHook
 
 from autopar.errors import TraceError
-from autopar.trace.evidence import user_line
+from autopar.trace.lines import user_line
 from autopar.trace.literals import UnwritableError, written
 from autopar.trace.markers import HOOKED, Hooked, hooked, is_everywhere
+from autopar.trace.writes import written_by
 
 _MOST_TEXT = 2000
 _POINTWISE = ("clone", "detach", "_to_copy", "zeros_like", "ones_like", "full_like", "alias", "lift_fresh_copy")
@@ -115,7 +116,7 @@ def _place(graph: fx.Graph, mark: fx.Node, waiting: list[fx.Node]) -> None:
     readers = [user for user in x.users if user not in waiting]
     if any(order[reader] < order[last] for reader in readers):
         _misplaced(mark, "reads what is made after its tensor is read", "Register it where the tensor is made")
-    if any(_writes(user, x) for user in x.users):
+    if any(x in written_by(user) for user in x.users):
         _misplaced(mark, "is of a tensor that is written to", "Write to a clone")
     if last.op == "placeholder":
         next(node for node in graph.nodes if node.op != "placeholder").prepend(mark)
@@ -127,14 +128,6 @@ def _place(graph: fx.Graph, mark: fx.Node, waiting: list[fx.Node]) -> None:
 def _misplaced(mark: fx.Node, what: str, remedy: str) -> NoReturn:
     where = HOOKED[str(mark.args[1])].where
     raise TraceError(f"expected hooks on gradients that fit into the graph, found a {where}, which {what}. {remedy}.")
-
-
-def _writes(user: fx.Node, x: fx.Node) -> bool:
-    schema = getattr(user.target, "_schema", None)
-    pairs = zip(schema.arguments, user.args, strict=False) if schema is not None else ()
-    return any(
-        value is x and argument.alias_info is not None and argument.alias_info.is_write for argument, value in pairs
-    )
 
 
 # in place of torch's own, while a model is exported

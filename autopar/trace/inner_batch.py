@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from autopar.ir.graph import Graph, Node, Ref, map_references
+from autopar.ir.graph import Graph, Node, Ref, reading_each
 from autopar.ir.placement import S, Type
 from autopar.ir.structure import batch_inputs
 from autopar.ops import axis_rules, call_key
@@ -273,12 +273,7 @@ class _InnerBatchRewriting:
     def _call(self, node: Node, given: dict[int, str], placed: Batch | Sequence[Batch | None], form: str) -> None:
         """The node on other forms of some operands, by position, with results in that form."""
         positions = iter(range(len(node.operands)))
-
-        def new(name: str) -> Ref:
-            return Ref(given.get(next(positions), name))
-
-        args = map_references(node.args, new)
-        kwargs = tuple((key, map_references(value, new)) for key, value in node.kwargs)
+        other = reading_each(node, lambda name: given.get(next(positions), name))
         batches = iter([placed] * len(node.results) if isinstance(placed, Batch) else placed)
         outputs: list[str | None] = []
         for name in node.outputs:
@@ -293,7 +288,7 @@ class _InnerBatchRewriting:
             )
             self._is_made(name, batch, form, made)
             outputs.append(made)
-        self.nodes.append(replace(node, args=args, kwargs=kwargs, outputs=tuple(outputs)))
+        self.nodes.append(replace(other, outputs=tuple(outputs)))
 
     # rules ----------------------------------------
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from autopar.trace.evidence import place_of
+from autopar.trace.lines import place_of
 
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime")
 _BROKEN_DOWN = ("localtime", "gmtime", "ctime")

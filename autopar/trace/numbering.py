@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autopar.ir.graph import Graph, Node, Ref, Stored, map_references
+from autopar.ir.graph import Graph, Node, Stored, reading
 from autopar.ir.structure import FUNCTION
 
 _LIFTED = re.compile(r"(.*\.)?lifted_tensor_\d+(@\d+)?$")
@@ -95,13 +95,5 @@ def _stored(item: Stored, name: str) -> Stored:
 
 
 def _renamed(node: Node, name: str, renamed: dict[str, str]) -> Node:
-    def new(tensor: str) -> Ref:
-        return Ref(renamed.get(tensor, tensor))
-
-    return replace(
-        node,
-        name=name,
-        args=map_references(node.args, new),
-        kwargs=tuple((key, map_references(value, new)) for key, value in node.kwargs),
-        outputs=tuple(None if output is None else renamed[output] for output in node.outputs),
-    )
+    outputs = tuple(None if output is None else renamed[output] for output in node.outputs)
+    return replace(reading(node, renamed), name=name, outputs=outputs)

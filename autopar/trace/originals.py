@@ -32,7 +32,7 @@ class Originals(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         for x in self.tensors:
             if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and not x.is_meta:
                 self.aliases[id(x)] = x.detach()
-                self.by_memory.setdefault(_memory(x), []).append(x)
+                self.by_memory.setdefault(memory_of(x), []).append(x)
             if id(x) not in self.aliases or x.nbytes <= _SMALL_BYTES:
                 self.copies[id(x)] = x.detach().clone()
 
@@ -55,7 +55,7 @@ class Originals(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             for x in _written(func._schema, args, kwargs):
-                for stored in self.by_memory.get(_memory(x), ()):
+                for stored in self.by_memory.get(memory_of(x), ()):
                     if id(stored) not in self.copies:
                         self.copies[id(stored)] = self.aliases[id(stored)].clone()
                     self.touched.add(id(stored))
@@ -103,8 +103,12 @@ def _written(schema: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
             yield from (x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, Tensor))
 
 
-def _memory(x: Tensor) -> int:
-    return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
+def memory_of(x: Tensor) -> int:
+    """What tells a tensor's memory from other memory."""
+    try:
+        return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
+    except NotImplementedError:  # one that torch.func wraps
+        return id(x)
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import linecache
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopar.ir.graph import Node
-from autopar.trace.eager import Held, Key, Subject, call, in_step, run_model, state_in_step, updated
-from autopar.trace.evidence import PathWatch, place_of
+from autopar.trace.eager import Held, Key, Subject, call, in_step, leaves, run_model, state_in_step, updated
+from autopar.trace.evidence import PathWatch
 from autopar.trace.interpreter import run_graph
+from autopar.trace.lines import line_at, place_of, source_at
 
 _NEAR = 1e-3  # of the largest element
 
@@ -28,7 +27,7 @@ class _SeenTensor:
     @property
     def key(self) -> tuple[str, str]:
         """As a node of the graph names its place."""
-        return self.module, f"{'/'.join(Path(self.line[0]).parts[-2:])}:{self.line[1]}"
+        return self.module, source_at(self.line)
 
 
 class _LineWatch(PathWatch):
@@ -99,8 +98,7 @@ def _graph_values(subject: Subject, kept: Held, step: int) -> tuple[dict[tuple[s
     def seen(node: Node, named: list[tuple[str, Tensor]]) -> None:
         made.setdefault((node.scope.module, node.source), []).extend(x for _, x in named)
 
-    trained = {item.name for item in subject.graph.parameters if item.requires_grad}
-    state = {name: x.detach().requires_grad_(name in trained) for name, x in subject.state.items()}
+    state = leaves(subject)
     for number in range(step + 1):
         made.clear()
         now = state_in_step(subject, state, number)
@@ -119,7 +117,7 @@ def _near(left: Tensor, right: Tensor) -> bool:
 def _place(subject: Subject, item: _SeenTensor) -> str:
     module = subject.model.get_submodule(item.module)
     name = f"module {item.module!r} ({type(module).__name__})" if item.module else type(module).__name__
-    return f"{name} at\n  {item.line[0]}:{item.line[1]}: {linecache.getline(*item.line).strip()}"
+    return f"{name} at\n  {line_at(item.line)}"
 
 
 def _of_name(subject: Subject, key: Key) -> str:

@@ -11,7 +11,6 @@ are generators of one's own, seeds that forward sets, and parameters that it fre
 from __future__ import annotations
 
 import inspect
-import linecache
 import random
 import sys
 import time
@@ -30,9 +29,11 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
 from autopar.ir.structure import RANDOM
-from autopar.trace.evidence import PathWatch, place_of
+from autopar.trace.evidence import PathWatch
 from autopar.trace.hidden import seen_stores
+from autopar.trace.lines import line_at, place_of, user_line
 from autopar.trace.machine import MachineAnswers
+from autopar.trace.originals import memory_of
 from autopar.trace.snapshot import MISSING, Snapshot, StateChange
 
 _RUNS = 3
@@ -115,12 +116,8 @@ def _is_exports(change: StateChange) -> bool:
 
 
 def _line() -> str:
-    """The user's file, line and text that is running."""
-    return _text(place_of(sys._getframe(2)))
-
-
-def _text(place: tuple[str, int] | None) -> str:
-    return f"{place[0]}:{place[1]}: {linecache.getline(*place).strip()}" if place else "an unknown line"
+    """The user's line that is running."""
+    return user_line(sys._getframe(2))
 
 
 def _seeding(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,7 +146,7 @@ def _registering(own: Callable[..., None], modules: set[nn.Module]) -> Callable[
         if is_new and module in modules and "/torch/" not in frame.f_code.co_filename:
             raise TraceError(
                 f"expected forward to leave alone which parameters there are, found {name!r} of a "
-                f"{type(module).__name__} set anew at\n  {_text(place_of(frame))}\nAn optimizer would keep the one "
+                f"{type(module).__name__} set anew at\n  {line_at(place_of(frame))}\nAn optimizer would keep the one "
                 "before: compute with another tensor, make it a parametrization (torch.nn.utils.parametrize), or "
                 "change the parameter after optimizer.step()."
             )
@@ -216,13 +213,6 @@ _LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as", "broadcast_to"}
 """What reads none of the second."""
 
 
-def _memory(x: Tensor) -> int:
-    try:
-        return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
-    except NotImplementedError:  # one that torch.func wraps
-        return id(x)
-
-
 class _ExpressionTape(PathWatch):
     """What forward computes: of each tensor the expression that makes it, down to inputs and what is stored.
 
@@ -252,7 +242,7 @@ class _ExpressionTape(PathWatch):
             buffers = frozenset[str]().union(*(made.buffers for made in made_of))
             for x, version in zip(given, versions, strict=True):
                 if x._version != version:
-                    self.written[_memory(x)] = hash((self.written.get(_memory(x), 0), call))
+                    self.written[memory_of(x)] = hash((self.written.get(memory_of(x), 0), call))
             results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
             for place, x in enumerate(results):
                 if not any(x is other for other in given):
@@ -267,7 +257,7 @@ class _ExpressionTape(PathWatch):
 
     def lasting(self, stored: Mapping[str, Tensor]) -> dict[int, _MadeTensor]:
         """What is made of nothing that another call has other values of."""
-        written = {name for name, x in stored.items() if _memory(x) in self.written}
+        written = {name for name, x in stored.items() if memory_of(x) in self.written}
         return {key: made for key, made in self.own.items() if not made.varies and made.buffers.isdisjoint(written)}
 
     def _made(self, x: Tensor) -> _MadeTensor:
@@ -280,7 +270,7 @@ class _ExpressionTape(PathWatch):
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return ("tensor", self._made(value).expression, self.written.get(_memory(value), 0))
+            return ("tensor", self._made(value).expression, self.written.get(memory_of(value), 0))
         if isinstance(value, (list, tuple)):
             return tuple(map(self._value, value))
         if isinstance(value, dict):
@@ -291,7 +281,7 @@ class _ExpressionTape(PathWatch):
 
     def result(self, output: Any, stored: list[Tensor]) -> Any:
         """All that a call leaves behind: what it returns, and what it wrote to what is stored."""
-        return [self._value(x) for x in pytree.tree_leaves(output)], [self.written.get(_memory(x), 0) for x in stored]
+        return [self._value(x) for x in pytree.tree_leaves(output)], [self.written.get(memory_of(x), 0) for x in stored]
 
 
 def _check_again(before: Snapshot, changes: list[StateChange], machine: MachineAnswers, call: _ShapeCall) -> None:
@@ -333,8 +323,8 @@ def _first_other(first: _ExpressionTape, again: _ExpressionTape) -> tuple[str, s
         known = {expression for expression, _, _ in other.rows}
         for expression, module, place in tape.rows:
             if expression not in known:
-                return module, _text(place)
-    return "", _text(first.rows[-1][2] if first.rows else None)
+                return module, line_at(place)
+    return "", line_at(first.rows[-1][2] if first.rows else None)
 
 
 def _place_of_attribute(target: nn.Module, path: str) -> tuple[str, str]:
@@ -347,7 +337,7 @@ def _place_of_attribute(target: nn.Module, path: str) -> tuple[str, str]:
         lines, first = inspect.getsourcelines(forward)
         found = [(number, line) for number, line in enumerate(lines, first) if name in line] or [(first, lines[0])]
         return module, f"{inspect.getsourcefile(forward)}:{found[0][0]}: {found[0][1].strip()}"
-    return module, "an unknown line"
+    return module, line_at(None)
 
 
 class _ShapesAloneError(Exception):
@@ -394,7 +384,7 @@ def _refusal(
     inside = f"module {module!r} ({kind})" if module else "forward"
     asked = {} if machine is None else machine.asked
     if not changes:
-        places = "\nand ".join(f"{name} at\n  {_text(place)}" for name, place in asked.items())
+        places = "\nand ".join(f"{name} at\n  {line_at(place)}" for name, place in asked.items())
         return TraceError(
             f"expected forward to do the same each time it is called, found that it asks {places}\n"
             f"and with that does something else in {inside} at\n  {where}\n"

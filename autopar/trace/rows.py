@@ -12,12 +12,12 @@ that the mask leaves out is finite, whatever they hold, and meets gradients of z
 
 from __future__ import annotations
 
-import linecache
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from autopar.runtime import ctc
 from autopar.trace.data_dependence import data_dependence
-from autopar.trace.evidence import is_own
+from autopar.trace.lines import user_line
 
 _BY_CLASS = ("cross_entropy", "nll_loss")
 _BY_ELEMENT = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
@@ -265,12 +265,8 @@ def _filler(dtype: torch.dtype) -> Any:
 
 
 def _refuse(what: str) -> NoReturn:
-    frame = sys._getframe(1)
-    while frame.f_back is not None and not is_own(frame.f_code.co_filename):
-        frame = frame.f_back
-    path, line = frame.f_code.co_filename, frame.f_lineno
     raise data_dependence(
-        f"{path}:{line}: {linecache.getline(path, line).strip()}",
+        user_line(sys._getframe(1)),
         "rows that a mask leaves may end in a mean, a sum or a loss (cross_entropy, nll, mse, l1, bce, ctc), for which "
         f"ignore_index and products with the mask stand; found {what}",
     )
@@ -353,14 +349,14 @@ def _rows(x: Any, index: Any) -> MaskedRows | None:
 @contextmanager
 def rows_kept() -> Iterator[None]:
     """While a model is traced, rows that a mask leaves are `MaskedRows`."""
-    own = {name: getattr(Tensor, name) for name in ("__getitem__", "masked_select", "nonzero", "index_select")}
+    own_getitem = Tensor.__getitem__
     functions = {
         name: getattr(torch, name) for name in ("masked_select", "nonzero", "where", "index_select", "ctc_loss")
     }
 
     def getitem(x: Tensor, index: Any) -> Any:
         found = _rows(x, index)
-        return own["__getitem__"](x, index) if found is None else found
+        return own_getitem(x, index) if found is None else found
 
     def masked_select(x: Tensor, mask: Tensor, **options: Any) -> Any:
         if not _is_mask(mask) or options:
@@ -388,15 +384,9 @@ def rows_kept() -> Iterator[None]:
     def ctc_loss(log_probs: Tensor, targets: Tensor, *args: Any, **options: Any) -> Tensor:
         return _ctc_of_samples(functions["ctc_loss"], log_probs, targets, *args, **options)
 
-    replaced = {"masked_select": masked_select, "nonzero": nonzero, "index_select": index_select}
-    try:
-        for name, function in {"__getitem__": getitem, **replaced}.items():
-            setattr(Tensor, name, function)
-        for name in functions:
-            setattr(torch, name, {"where": where, "ctc_loss": ctc_loss, **replaced}[name])
+    both = {"masked_select": masked_select, "nonzero": nonzero, "index_select": index_select}
+    with ExitStack() as stack:
+        for owner, others in ((Tensor, {"__getitem__": getitem}), (torch, {"where": where, "ctc_loss": ctc_loss})):
+            for name, function in (both | others).items():
+                stack.enter_context(mock.patch.object(owner, name, function))
         yield
-    finally:
-        for name in own:
-            delattr(Tensor, name)
-        for name, function in functions.items():
-            setattr(torch, name, function)

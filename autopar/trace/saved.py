@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.ops.writes import overwritten
 from autopar.trace.markers import hooked
+from autopar.trace.originals import memory_of
 
 
 class ExportedCall:
@@ -119,9 +120,4 @@ def memory(value: Any) -> set[int]:
     """What tells the memory of a tensor, or of those in a tuple or list, from other memory."""
     if isinstance(value, (tuple, list)):
         return set().union(*map(memory, value))
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return set()
-    try:
-        return {value.untyped_storage()._cdata}
-    except NotImplementedError:  # one that torch.func wraps
-        return {id(value)}
+    return {memory_of(value)} if isinstance(value, Tensor) and value.layout == torch.strided else set()

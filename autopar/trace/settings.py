@@ -26,7 +26,7 @@ def changed_setting(cls: type) -> str | None:
     """The first plain value that a Function's methods read and that is not what the source says, in words."""
     methods = [f for base in cls.__mro__ if not _is_library(base) for f in map(_function, vars(base).values()) if f]
     seen: set[Any] = set()
-    names = {name for method in methods for name in _names(method.__code__)}
+    names = {name for method in methods for name in names_in(method.__code__)}
     read = [*_of_class(cls, names)]
     for method in methods:
         read += _of_function(method, seen)
@@ -38,7 +38,7 @@ def _of_function(function: FunctionType, seen: set[Any]) -> Iterator[tuple[Modul
     if function in seen or _is_library(function):
         return
     seen.add(function)
-    names = set(_names(function.__code__))
+    names = set(names_in(function.__code__))
     module = inspect.getmodule(function)
     for name in sorted(names & function.__globals__.keys()):
         value = function.__globals__[name]
@@ -67,12 +67,12 @@ def _function(member: Any) -> FunctionType | None:
     return inner if isinstance(inner, FunctionType) else None
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
     """The globals and attributes that it names, with those of the functions inside of it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 def _is_library(value: Any) -> bool:

@@ -19,7 +19,7 @@ import types
 import warnings
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._mode_utils import no_dispatch
 
-from autopar.trace.evidence import is_own
+from autopar.trace.lines import is_own
+from autopar.trace.settings import names_in
 
 _DEEPEST = 4  # objects inside objects inside a module
 _LONGEST = 100_000  # of a list that is looked at
@@ -257,7 +258,7 @@ class Snapshot:
             self._walk(_cell(name, cell).get(name), f"{path}.{name}", depth + 1)
         if is_own(function.__code__.co_filename):
             self._all((function.__defaults__, function.__kwdefaults__), path, depth - 1)
-            self._named(dict.fromkeys(_names_in(function.__code__)), function.__globals__, function, depth)
+            self._named(dict.fromkeys(names_in(function.__code__)), function.__globals__, function, depth)
 
     def _named(
         self, names: Iterable[str], everything: dict[str, Any], function: types.FunctionType, depth: int
@@ -361,13 +362,6 @@ def _put(kept: _StatePlace | _DictPlace, key: Any, value: Any) -> None:
     kept.write({**kept.read(), key: value})
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
-
-
 def _global(name: str, everything: dict[str, Any]) -> dict[str, Any]:
     return {name: everything[name]} if name in everything else {}
 
@@ -413,7 +407,9 @@ def _reset(value: set[Any], old: dict[Any, Any]) -> None:
 def _generator_state(value: Any) -> tuple[Any, Any] | None:
     """How to read and write the state of a generator of random numbers; None for anything else."""
     if isinstance(value, torch.Generator):
-        return lambda: {"": _state(value)}, lambda old: value.set_state(_bytes(old[""]))
+        return lambda: {"": _state(value)}, lambda old: value.set_state(
+            torch.frombuffer(bytearray(old[""]), dtype=torch.uint8)
+        )
     if isinstance(value, random.Random):
         return lambda: {"": value.getstate()}, lambda old: value.setstate(old[""])
     if isinstance(value, np.random.RandomState):
@@ -429,10 +425,6 @@ def _generator_state(value: Any) -> tuple[Any, Any] | None:
 def _state(generator: torch.Generator) -> bytes:
     with no_dispatch():  # also while a model is exported
         return generator.get_state().numpy().tobytes()
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _same(before: Any, after: Any) -> bool:

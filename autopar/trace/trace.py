@@ -69,7 +69,7 @@ def trace(
             traced, loss = cast_copy(model, compute_dtype), cast_loss(loss_fn, compute_dtype)
             given = cast_inputs(inputs, compute_dtype)
         hooks = parameter_hooks(whole) if mode == "train" else {}
-        program, paths = export(traced, names, given, loss, mode, fewest, hooks)
+        program, paths = export(traced, given, loss, mode, fewest, hooks)
         prefix = "model." if loss_fn is not None or is_wrapped(model) else ""
         graph = convert(program, with_loss(traced, loss), names, paths, prefix=prefix, mode=mode)
     arguments = () if inputs.is_plain else inputs.tree

@@ -76,7 +76,7 @@ class BlockCall:
             return other[id(x)]
 
         with recorder:
-            value = self.own(*_mapped(self.args, new), **{key: _mapped(item, new) for key, item in self.kwargs.items()})
+            value = self.own(*mapped(self.args, new), **{key: mapped(item, new) for key, item in self.kwargs.items()})
         return _Outputs(value, recorder.close(list(_tensors(value))))
 
 
@@ -99,7 +99,7 @@ class _Outputs:
             name = next(names)
             return inputs[name[1]] if name[0] == "input" else made[name]
 
-        return _mapped(self.value, new)
+        return mapped(self.value, new)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -113,15 +113,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(tuple(value.values()))
 
 
-def _mapped(value: Any, new: Callable[[Tensor], Tensor]) -> Any:
+def mapped(value: Any, new: Callable[[Tensor], Tensor]) -> Any:
     """The same with other tensors; what holds none is the same object."""
     if isinstance(value, Tensor):
         return new(value)
     if next(_tensors(value), None) is None:
         return value
     if isinstance(value, dict):
-        return {key: _mapped(item, new) for key, item in value.items()}
-    items = [_mapped(item, new) for item in value]
+        return {key: mapped(item, new) for key, item in value.items()}
+    items = [mapped(item, new) for item in value]
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 

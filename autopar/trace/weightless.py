@@ -6,8 +6,7 @@ only what is large and to be filled later is on meta; in the end parameters are,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ def built_on_meta(build: Callable[[], Any]) -> Any:
     Where its code cannot take tensors of both kinds, all is on meta.
     """
     try:
-        with _values_of_numbers():
+        with torch.device("cpu"), _ValuesOfNumbers():
             made = build()
     except (RuntimeError, NotImplementedError):  # a tensor on meta beside one that is not
         with torch.device("meta"):
@@ -46,12 +45,6 @@ class _ValuesOfNumbers(TorchFunctionMode):
         most = _MOST_FILLED_LATER if func in _FILLED_LATER else _MOST
         is_small = isinstance(on_meta, Tensor) and on_meta.numel() <= most
         return func(*args, **kwargs) if is_small else on_meta
-
-
-@contextmanager
-def _values_of_numbers() -> Iterator[None]:
-    with torch.device("cpu"), _ValuesOfNumbers():
-        yield
 
 
 def _put_on_meta(model: nn.Module) -> None:

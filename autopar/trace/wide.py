@@ -18,14 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from autopar.errors import TraceError
 from autopar.ir.buffers import update_line
-from autopar.ir.graph import Atom, Graph, Node, Ref, Stored, Tensor, map_references
-from autopar.ops import overload, real
+from autopar.ir.graph import Atom, Graph, Node, Ref, Stored, Tensor, reading_each
+from autopar.ops import run
 
 CAST = "aten._to_copy.default"
 _WIDE = "float32"
@@ -201,12 +200,7 @@ class _Widened:
 
     def _with_cast(self, node: Node, names: set[str], dtype: str) -> Node:
         """The node with these of its operands in the dtype."""
-
-        def new(name: str) -> Ref:
-            return Ref(self._cast(name, dtype, node) if name in names else name)
-
-        kwargs = tuple((key, map_references(value, new)) for key, value in node.kwargs)
-        return replace(node, args=map_references(node.args, new), kwargs=kwargs)
+        return reading_each(node, lambda name: self._cast(name, dtype, node) if name in names else name)
 
     def _cast(self, name: str, dtype: str, where: Node) -> str:
         if self.tensors[name].dtype == dtype:
@@ -244,10 +238,8 @@ def _asked_for(node: Node) -> Node:
 def _dtypes(node: Node, operands: list[Tensor]) -> list[str | None] | None:
     """Of each result, by asking torch on meta tensors; None where the operator does not take them."""
     metas = iter([torch.empty(x.shape, dtype=getattr(torch, x.dtype), device="meta") for x in operands])
-    args, kwargs = real(map_references((node.args, dict(node.kwargs)), lambda _: next(metas)), "meta")
     try:
-        made: Any = overload(node.op)(*args, **kwargs)
+        results = run(node, lambda _: next(metas), "meta")
     except (RuntimeError, NotImplementedError, TypeError):
         return None
-    results = made if isinstance(made, (tuple, list)) else [made]
     return [str(x.dtype).removeprefix("torch.") if torch.is_tensor(x) else None for x in results]

@@ -105,7 +105,7 @@ def _tied_and_written(
     graph: fx.Graph, signature: ExportGraphSignature, tied: Mapping[str, str]
 ) -> dict[str, tuple[fx.Node, fx.Node]]:
     """Of stored tensors that are written to, the later names, each with its placeholder and that of the first name."""
-    changed = [x for node in graph.nodes for x in (*_written(node), *_statistics(node))]
+    changed = [x for node in graph.nodes for x in (*written_by(node), *_statistics(node))]
     written = {own for x in changed for own in memory(x.meta.get("val"))}
     nodes = {node.name: node for node in graph.find_nodes(op="placeholder")}
     named = {str(spec.target): nodes[str(getattr(spec.arg, "name", ""))] for spec in signature.input_specs}
@@ -263,7 +263,7 @@ class _GraphRewriter:
     # Calls ----------------------------------------
 
     def _call(self, node: fx.Node) -> None:
-        written = _written(node)
+        written = written_by(node)
         if node.target is aten.lift_fresh_copy.default:  # `torch.tensor(…)` in forward: made anew each time
             self.constants.difference_update(memory(node.meta.get("val")))
         if node.target is aten.detach_.default:  # from now on, what is written there has a history of its own
@@ -360,7 +360,7 @@ def _statistics(node: fx.Node) -> list[fx.Node]:
     return [given[name] for name in ("running_mean", "running_var") if isinstance(given.get(name), fx.Node)]
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
+def written_by(node: fx.Node) -> list[fx.Node]:
     """The operands that a call writes to."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autopar.errors import TraceError
-from autopar.trace.evidence import user_line
+from autopar.trace.lines import user_line
 
 
 @contextmanager

@@ -9,7 +9,7 @@ Links between kinds are those of the slower of both (`cost.crossing`): data shee
 are on the way.
 """
 
-from autopar.unequal.search import UnequalSearch, unequal_in
+from autopar.unequal.search import searched_kinds, unequal_in
 from autopar.unequal.stages import UnequalStages, sizes_by_speed
 
-__all__ = ["UnequalSearch", "UnequalStages", "sizes_by_speed", "unequal_in"]
+__all__ = ["UnequalStages", "searched_kinds", "sizes_by_speed", "unequal_in"]

@@ -23,7 +23,7 @@ from autopar.ir.stages import check_schedule
 from autopar.ir.tried import Tried
 from autopar.microbatch import divisible
 from autopar.planning import divided
-from autopar.progress import Report
+from autopar.progress import Report, reporting
 from autopar.request import Request
 from autopar.template import template_recompute
 from autopar.trace import Blocks
@@ -62,7 +62,7 @@ class UnequalSearch:
         self.graph, self.blocks, self.profiles, self.clock, self.note = graph, blocks, profiles, clock, note
         self.request = replace(request, budget=replace(request.budget, seconds=clock.left_s))
         self.paths = tuple(path for group in self.blocks.paths for path in group)
-        self.shapes = {group.profile: _stage_shapes(self.request.mesh, group) for group in self.request.mesh.groups}
+        self.shapes = {group.profile: _stage_shapes(group) for group in self.request.mesh.groups}
         self.divided = cache(lambda count: divided(self.graph, self.blocks, count))
         self.known: dict[Hashable, Plan] = {}
         self.tried: dict[UnequalSetting, Plan | None] = {}
@@ -169,6 +169,18 @@ class UnequalSearch:
         return _reported(self._stages(setting), plan, f"{why} after {len(self.tried)} settings")
 
 
+def searched_kinds(
+    graph: Graph, blocks: Blocks, request: Request, profiles: Mapping[str, Profile], clock: Clock,
+    note: Callable[[Tried], None], progress: Report | None,
+) -> list[tuple[Plan, Callable[[], Plan]]]:  # fmt: skip
+    """Plans that fit, each with what says more of it. note: takes a row of the report for each setting. Raises
+    InfeasibleError when none fits."""
+    search = UnequalSearch(graph, blocks, request, profiles, clock, note)
+    with reporting(progress, len(search.shapes) * max(map(len, search.shapes.values()))) as report:
+        found = search.run(report)
+    return [(plan, partial(search.reported, setting, plan)) for setting, plan in found]
+
+
 def unequal_in(
     graph: Graph, blocks: Blocks, outline: Outline, request: Request, profiles: Mapping[str, Profile]
 ) -> tuple[Plan, Callable[[], Plan]]:
@@ -194,7 +206,7 @@ def _reported(stages: UnequalStages, plan: Plan, why: str) -> Plan:
     return replace(plan, search=report)
 
 
-def _stage_shapes(mesh: Mesh, group: DeviceGroup) -> list[LogicalMesh]:
+def _stage_shapes(group: DeviceGroup) -> list[LogicalMesh]:
     """The axes that a stage of a kind may have: those of each part of a node, or of whole nodes, that divides all."""
     found: dict[LogicalMesh, None] = {}
     for size in range(1, group.num_devices + 1):

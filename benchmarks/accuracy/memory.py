@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from autopar.program import load_source, model_state
-from autopar.runtime.inputs import split_inputs
+from autopar.runtime.inputs import by_name, split_named
 from benchmarks.accuracy.lifetimes import Lifetimes, live_storages, track
 from benchmarks.accuracy.pairs import PAIRS, WORLD, Pair, build_model, plan_pair
 from benchmarks.accuracy.reports import write_report
@@ -86,7 +86,8 @@ def measure_rank(
 def own_shard(rank: Any, batch: dict[str, Tensor]) -> list[Tensor]:
     """This rank's part of the global batch, in memory of its own."""
     program = rank._locals[0].program
-    columns = zip(*split_inputs(type(program), (), batch, rank._mesh, local=False), strict=True)
+    parts = split_named(type(program), by_name(type(program), (), batch), rank._mesh, local=False)
+    columns = zip(*parts, strict=True)
     dims = [spec.microbatch_dim for spec in program.INPUTS]
     return [
         parts[0].clone() if dim is None else torch.cat(parts, dim) for parts, dim in zip(columns, dims, strict=True)

@@ -12,6 +12,7 @@ import autopar
 from autopar import runtime as rt
 from autopar.program import load_source, model_state
 from tests.random_programs.world import device_mesh, thread_world
+from tests.traced import traced_once
 
 RATE = 0.05
 Step = tuple[Tensor, dict[str, Tensor]]
@@ -40,8 +41,9 @@ def planned(model: nn.Module, inputs: tuple[Any, ...], **how: Any) -> autopar.Pr
         return autopar.parallelize(model, mesh, inputs, search="fast", **how)
     count = how.get("dp", 1) * how.get("tp", 1) * how.get("pp", 1)
     mesh = autopar.Mesh("h100", devices_per_node=count)
-    plan = autopar.template_plan(model, mesh, inputs, **how)
-    return autopar.parallelize(model, mesh, inputs, plan=plan)
+    with traced_once():
+        plan = autopar.template_plan(model, mesh, inputs, **how)
+        return autopar.parallelize(model, mesh, inputs, plan=plan)
 
 
 def sharded(program: autopar.Program, model: nn.Module, inputs: tuple[Any, ...], steps: int = 2) -> list[list[Step]]:

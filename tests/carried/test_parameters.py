@@ -19,7 +19,7 @@ from autopar.errors import PlanError, TraceError
 from autopar.pipeline import template_of_graph
 from autopar.program import PlannedProgram
 from autopar.trace import trace
-from tests.equivalence.on_threads import PLANS, differences, program_differences
+from tests.equivalence.on_threads import PLANS, differences, kept, program_differences
 from tests.random_programs.world import thread_world
 from tests.trace.test_writes import assert_traced
 
@@ -147,6 +147,10 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x), y)
 
 
+def _changing_late() -> nn.Module:
+    return Model(lambda *_: None, late=True)
+
+
 def batch() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     ids, y = (torch.randint(high, (8,), generator=generator) for high in (WIDTH, 3))
@@ -165,28 +169,28 @@ def test_the_graph_has_the_new_values(write: Write) -> None:
 @pytest.mark.parametrize("plan", ["tp=2", "zero=3"])
 @pytest.mark.parametrize("write", [_normalised, _row, _copied, _drifting], ids=_named)
 def test_shards_are_what_one_device_has(write: Write, plan: str) -> None:
-    assert differences(Model(write), batch(), plan) == []
+    assert differences(*kept(Model, batch, write), plan) == []
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("plan", sorted(PLANS))
 @pytest.mark.parametrize("write", OF_THE_STATE, ids=_named)
 def test_updates_made_of_what_is_stored_run_in_every_plan(write: Write, plan: str) -> None:
-    assert differences(Model(write), batch(), plan) == []
+    assert differences(*kept(Model, batch, write), plan) == []
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("plan", sorted(PLANS))
 @pytest.mark.parametrize("write", OF_THE_BATCH, ids=_named)
 def test_updates_made_of_the_batch_run_without_microbatches(write: Write, plan: str) -> None:
-    wrong = differences(Model(write), batch(), plan)
+    wrong = differences(*kept(Model, batch, write), plan)
     assert wrong == [] or (wrong is None and "microbatches" in plan), wrong
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("plan", sorted(PLANS))
 def test_a_parameter_that_is_changed_after_its_use(plan: str) -> None:
-    assert differences(Model(lambda *_: None, late=True), batch(), plan) == []
+    assert differences(*kept(_changing_late, batch), plan) == []
 
 
 @pytest.mark.parametrize("write", [_row, _exchanged, _drifting], ids=_named)
@@ -255,7 +259,7 @@ class Teacher(nn.Module):
 @pytest.mark.sweep
 @pytest.mark.parametrize("plan", sorted(PLANS))
 def test_a_teacher_that_follows_its_student(plan: str) -> None:
-    wrong = differences(Teacher(), batch(), plan)
+    wrong = differences(*kept(Teacher, batch), plan)
     assert wrong == [] or (wrong is None and "microbatches" in plan), wrong
 
 
@@ -279,7 +283,7 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize("plan", ["pp=2", "zero=3", "searched"])
 def test_a_parameter_that_several_stages_read_after_the_first_has_changed_it(plan: str) -> None:
-    assert differences(Shared(0), batch(), plan) == []
+    assert differences(*kept(Shared, batch, 0), plan) == []
 
 
 def test_a_parameter_that_several_stages_store_is_refused_with_its_line() -> None:

@@ -20,20 +20,19 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar import pipeline
 from autopar import runtime as rt
 from autopar.cost.files import profiles_folder
 from autopar.errors import AutoparError, InternalError
 from autopar.program import load_source, model_state
 from tests.constructs.models import Model, loaded
 from tests.random_programs.world import thread_world
+from tests.traced import traced_once
 
 STEPS = 3
 TOLERANCE = 1e-6
@@ -238,7 +237,7 @@ def _planned(module: ModuleType, made: nn.Module, plan: str) -> autopar.PlannedP
     """Through the public surface; the model is traced once for its plan and for the program of that plan."""
     inputs = _batch(module)
     loss_fn = {} if module.loss is None else {"loss_fn": module.loss}
-    with _traced_once():
+    with traced_once():
         if plan in SEARCHED:
             rules = SEARCHED[plan]
             program = autopar.parallelize(made, slow_mesh(), inputs, constraints=rules, search=BUDGET, **loss_fn)
@@ -247,19 +246,6 @@ def _planned(module: ModuleType, made: nn.Module, plan: str) -> autopar.PlannedP
             template = autopar.template_plan(made, mesh, inputs, **TEMPLATES[plan], **loss_fn)
             program = autopar.parallelize(made, mesh, inputs, plan=template, **loss_fn)
     return program
-
-
-@contextmanager
-def _traced_once() -> Iterator[None]:
-    traced, known = pipeline.trace, []
-
-    def trace(*args: Any, **options: Any) -> Any:
-        if not known:
-            known.append(traced(*args, **options))
-        return known[0]
-
-    with mock.patch.object(pipeline, "trace", trace):
-        yield
 
 
 def _changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.ops.layout import copied_reshapes, dense_strides, reshaped_strides
+from autopar.ops.layout import copied, dense_strides, reshaped_strides
 from autopar.trace import trace
 from models import gpt, llama
 
@@ -51,5 +51,5 @@ def test_pointwise_results_keep_the_order_of_dims() -> None:
 
 def test_attention_heads_are_joined_by_copying_where_queries_were_put_together() -> None:
     """Rotary positions concatenate queries, which are contiguous then; GPT's are a view of the projection."""
-    joined = [copied_reshapes(trace(m.build(m.Config()), m.example_inputs(m.Config()))) for m in (gpt, llama)]
+    joined = [copied(trace(m.build(m.Config()), m.example_inputs(m.Config()))).reshapes for m in (gpt, llama)]
     assert [len(names) for names in joined] == [0, llama.Config().num_layers]

@@ -15,6 +15,7 @@ from autopar import runtime as rt
 from autopar.program import PlannedProgram, load_source, model_state
 from autopar.trace import with_loss
 from tests.random_programs.world import thread_world
+from tests.traced import traced_once
 
 Given = tuple[Any, ...] | dict[str, Any]
 PLANS: dict[str, dict[str, Any]] = {
@@ -32,8 +33,9 @@ def planned(model: nn.Module, inputs: Given, how: str, loss_fn: Any = None) -> P
     """The program of a model on two ranks in one of the PLANS."""
     mesh, options = autopar.Mesh("cpu", devices_per_node=2), PLANS[how]
     if "dp" in options or "tp" in options:
-        plan = autopar.template_plan(model, mesh, inputs, loss_fn=loss_fn, **options)
-        return autopar.parallelize(model, mesh, inputs, loss_fn=loss_fn, plan=plan)
+        with traced_once():
+            plan = autopar.template_plan(model, mesh, inputs, loss_fn=loss_fn, **options)
+            return autopar.parallelize(model, mesh, inputs, loss_fn=loss_fn, plan=plan)
     constraints = [autopar.Constraint(**options)] if options else []
     budget = autopar.SearchBudget(2.0, substitutions=False, proposals=50)
     return autopar.parallelize(model, mesh, inputs, loss_fn=loss_fn, constraints=constraints, search=budget)

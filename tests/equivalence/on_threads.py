@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar import AutoparError, Constraint, Mesh, parallelize, template_plan
+from autopar import AutoparError, Constraint, Mesh, SearchBudget, parallelize, template_plan
 from autopar import runtime as rt
 from autopar.errors import InternalError
 from autopar.program import PlannedProgram
 from tests.random_programs.programs import load
 from tests.random_programs.world import thread_world
+from tests.traced import traced_once
 
 STEPS, RATE = 3, 0.05
 Tensors = dict[str, Tensor]
@@ -33,17 +36,27 @@ PLANS: dict[str, dict[str, Any]] = {
     "stages=2": {"searched": 2, "stages": 2},
 }
 
+SEARCH = SearchBudget(proposals=200)  # the default search, but for a tenth of its proposals
+_LAST_TRACED: dict[str, Any] = {}
+
 
 def planned(model: nn.Module, batch: Tensors, how: str) -> PlannedProgram:
     """The program of one of PLANS. Raises AutoparError where there is none."""
     choices = dict(PLANS[how])
-    if "searched" in choices:
-        mesh = Mesh("cpu", devices_per_node=choices["searched"])
-        constraints = [Constraint(stages=choices["stages"])] if "stages" in choices else []
-        return parallelize(model, mesh, batch, constraints=constraints)
-    world = choices.get("dp", 1) * choices.get("tp", 1) * choices.get("pp", 1)
-    mesh = Mesh("cpu", devices_per_node=world)
-    return parallelize(model, mesh, batch, plan=template_plan(model, mesh, batch, **choices))
+    with traced_once(_LAST_TRACED):
+        if "searched" in choices:
+            mesh = Mesh("cpu", devices_per_node=choices["searched"])
+            constraints = [Constraint(stages=choices["stages"])] if "stages" in choices else []
+            return parallelize(model, mesh, batch, constraints=constraints, search=SEARCH)
+        world = choices.get("dp", 1) * choices.get("tp", 1) * choices.get("pp", 1)
+        mesh = Mesh("cpu", devices_per_node=world)
+        return parallelize(model, mesh, batch, plan=template_plan(model, mesh, batch, **choices))
+
+
+@lru_cache(maxsize=1)
+def kept(make: Callable[..., nn.Module], batch: Callable[[], Tensors], *given: Any) -> tuple[nn.Module, Tensors]:
+    """A model and a batch: for its next plan they are the same, and need not be traced again."""
+    return make(*given), batch()
 
 
 def differences(model: nn.Module, batch: Tensors, how: str) -> list[str] | None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.equivalence.on_threads import differences
+from tests.equivalence.on_threads import differences, kept
 from tests.trace.writes import Writes, batch
 
 pytestmark = pytest.mark.sweep
 
 
-def assert_alike(model: nn.Module, how: str, *, may_refuse: bool = False) -> None:
+def assert_alike(how: str, make: Callable[..., nn.Module], *given: str, may_refuse: bool = False) -> None:
     """That the program of a plan computes what the model does; or, where it may be, that the plan is refused."""
-    wrong = differences(model, batch(), how)
+    wrong = differences(*kept(make, batch, *given), how)
     assert wrong == [] or (wrong is None and may_refuse), wrong
 
 
@@ -22,7 +24,7 @@ def assert_alike(model: nn.Module, how: str, *, may_refuse: bool = False) -> Non
 @pytest.mark.parametrize("target", ["activation", "view"])
 def test_activations_that_are_written_to_without_gradients(target: str, plan: str) -> None:
     mixes_samples = target == "view" and plan == "microbatches"
-    assert_alike(Writes("no_grad", "clamp_", target), plan, may_refuse=mixes_samples)
+    assert_alike(plan, Writes, "no_grad", "clamp_", target, may_refuse=mixes_samples)
 
 
 class Averaged(nn.Module):
@@ -57,9 +59,9 @@ class Power(nn.Module):
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "recompute", "stages=2", "searched"])
 def test_a_buffer_that_several_modules_update(plan: str) -> None:
-    assert_alike(Averaged(), plan, may_refuse=plan == "stages=2")
+    assert_alike(plan, Averaged, may_refuse=plan == "stages=2")
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "recomputed", "stages=2"])
 def test_a_buffer_that_a_layer_updates_and_reads(plan: str) -> None:
-    assert_alike(Power(), "recompute" if plan == "recomputed" else plan, may_refuse=plan in ("recomputed", "stages=2"))
+    assert_alike("recompute" if plan == "recomputed" else plan, Power, may_refuse=plan in ("recomputed", "stages=2"))

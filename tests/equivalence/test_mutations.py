@@ -32,6 +32,7 @@ from tests.equivalence.harness import run_single
 from tests.equivalence.mutants import Case, prove
 from tests.equivalence.mutations import drop_for_readers, mutations, sites
 from tests.rank_pool import pool
+from tests.traced import traced_once
 
 PLANS = ("dp", "zero1", "zero2", "zero3", "tp", "tp_sequence", "dp_tp", "zero3_tp", planned.ONE_STAGE)
 NAMES_NODE_AND_LINE = re.compile(r"node \S+ \(\S+\) at \S+:\d+")
@@ -134,7 +135,13 @@ def test_a_wrong_mutant_is_found_among_others() -> None:
 
 @pytest.mark.sweep
 def test_the_public_ways_refuse_and_accept_alike() -> None:
-    """`autopar.verify` and `autopar.parallelize(plan=...)` do what the tests above do with a graph of their own."""
+    """`autopar.verify` and `autopar.parallelize(plan=...)` do what the tests above do with a graph of their own, which
+    is traced once for all mutants."""
+    with traced_once():
+        _held_to_the_public_ways()
+
+
+def _held_to_the_public_ways() -> None:
     model, batch = zoo.build("mlp")
     plan = planned.plan("mlp", "tp")
     graph = planned.graph("mlp")

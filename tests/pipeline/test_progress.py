@@ -12,7 +12,7 @@ import pytest
 
 import autopar
 from autopar.clock import is_interrupted
-from autopar.progress import Passes, reporting
+from autopar.progress import reporting, reporting_passes
 from models import mlp
 
 
@@ -66,8 +66,8 @@ def test_a_terminal_gets_a_bar_that_counts(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_terminal_gets_a_line_for_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    passes = Passes(None)
-    passes.ended("trace", "7 operators")
+    ended = reporting_passes(None)
+    ended("trace", "7 operators")
     assert re.fullmatch(r"trace: 7 operators \(0\.0 s\)\n", terminal.getvalue())
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from autopar.errors import PlanError
-from autopar.substitute.rules.rulefile import load_rules, rule_digest, write_rules
+from autopar.substitute.rules.rulefile import load_rules, rule_digest
 from rulemaking.axioms import axioms_digest
-from rulemaking.checking import read_rules
+from rulemaking.checking import read_rules, write_rules
 from rulemaking.statement import parse_rules
 
 MERGE = """

@@ -1,7 +1,4 @@
-"""A rank of a job in which the last rank differs from the others in one way: python ways.py FOLDER WAY, under torchrun.
-
-FOLDER holds program.py, and in `other` that of another plan. Prints what the rank was told, and after how many seconds.
-"""
+"""A rank of a job in which the last rank differs from the others in one way."""
 
 from __future__ import annotations
 
@@ -9,6 +6,9 @@ import importlib.util
 import os
 import sys
 import time
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,11 +95,17 @@ def run(folder: Path, way: str) -> None:
         rank.train_step(**batch, local=part or odd == "a part for the whole")
 
 
-if __name__ == "__main__":
+def tell(variables: Mapping[str, str], folder: Path, way: str, told: Connection) -> None:
+    """What a process is for: sends what the rank that these environment variables make of it was told, and after how
+    many seconds. folder: program.py, and in `other` that of another plan."""
+    os.environ.update(variables)
+    os.chdir(folder)
     torch.set_num_threads(1)
     began = time.monotonic()
     try:
-        run(Path(sys.argv[1]), sys.argv[2])
-        print("told nothing", flush=True)
+        run(folder, way)
+        told.send("told nothing")
     except rt.ProgramError as error:
-        print(f"told after {time.monotonic() - began:.1f} s: {error}", flush=True)
+        told.send(f"told after {time.monotonic() - began:.1f} s: {error}")
+    except BaseException:
+        told.send(traceback.format_exc())

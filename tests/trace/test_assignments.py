@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autopar.errors import TraceError
 from autopar.trace import trace
-from tests.equivalence.on_threads import differences
+from tests.equivalence.on_threads import differences, kept
 from tests.trace.test_writes import assert_traced
 
 Assign = Callable[["Layer", Tensor], None]
@@ -101,7 +101,7 @@ def test_without_values_too_where_no_comparison_with_the_model_would_see_it() ->
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero=3", "recompute", "pp=2"])
 @pytest.mark.parametrize("assign", ASSIGNED, ids=lambda f: f.__name__.strip("_"))
 def test_programs_equal_the_model(assign: Assign, plan: str) -> None:
-    wrong = differences(Model(assign, 2), batch(), plan)
+    wrong = differences(*kept(Model, batch, assign, 2), plan)
     assert wrong == [] or (wrong is None and (assign, plan) == (_swapped, "pp=2")), wrong  # what no node makes
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.substitute.rules.terms import Rule, parse_term
 
-VERSION = 1
 REMEDY = "restore the file, or write it anew in a checkout with python -m rulemaking.generate"
 
 
@@ -32,17 +31,9 @@ def rules_of(data: Any) -> tuple[Rule, ...]:
     return tuple(_rule(entry, data["axioms"]) for entry in data["rules"])
 
 
-def write_rules(rules: Iterable[Rule], axioms: str) -> str:
-    """The text of a rule file, one line a rule; `axioms` is the digest of the axioms that proofs started from."""
-    entries = [{**_plain(rule), "digest": rule_digest(rule, axioms)} for rule in rules]
-    lines = ",\n".join(f"    {json.dumps(entry, ensure_ascii=False)}" for entry in entries)
-    head = f'  "autopar_rules": {VERSION},\n  "axioms": {json.dumps(axioms)},\n  "rules": [\n'
-    return f"{{\n{head}{lines}\n  ]\n}}\n"
-
-
 def rule_digest(rule: Rule, axioms: str) -> str:
     """A digest of all that a rule says, and of the axioms that it was proved from."""
-    text = json.dumps([axioms, _plain(rule)], sort_keys=True)
+    text = json.dumps([axioms, plain(rule)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -71,7 +62,7 @@ def _terms(texts: Sequence[str]) -> tuple[Any, ...]:
     return tuple(parse_term(text) for text in texts)
 
 
-def _plain(rule: Rule) -> dict[str, Any]:
+def plain(rule: Rule) -> dict[str, Any]:
     """A rule as JSON data, without its digest."""
     return {
         "name": rule.name,
