@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if RANKS_FIXTURE in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
-        if _part(item):
+        if _part(item) or _has_fixtures_of_its_file(item):
             item.add_marker(pytest.mark.xdist_group(_shared(item)))
     items.sort(key=_part)
 
@@ -101,6 +101,12 @@ def _shared(item: pytest.Item) -> str:
     """What the tests of a model, or else of a file, compute once."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     return str(parameters.get("model_name", item.path.stem))
+
+
+def _has_fixtures_of_its_file(item: pytest.Item) -> bool:
+    """Whether some fixture, such as a plan or a browser, is made once for several tests."""
+    known = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
+    return any(own[-1].scope in ("module", "session") and own[-1].baseid.startswith("tests") for own in known)
 
 
 def _part(item: pytest.Item) -> int:

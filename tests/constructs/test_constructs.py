@@ -22,6 +22,7 @@ READ_ONLY = [key for key, construct in CONSTRUCTS.items() if construct.kind != "
 
 
 @pytest.mark.sweep
+@pytest.mark.timeout(900)  # a hundred models, which take two minutes of a core, and more where others want it
 def test_models_with_constructs_equal_the_eager_model_or_are_refused() -> None:
     """Refusing everything would not do: whatever gives no reason to refuse it runs, and at least a third of all."""
     summary = tell(cases.cases(SEED), CASES, "threads", None)
