@@ -2,13 +2,13 @@
 
     pass     (front, context) → candidates: graphs that are to be planned, or plans of one
     round    each pass once, in order, on the graphs that are open; one more as long as a pass opens others
-    end      no pass begins once the user has asked for an end and there is a plan
+    end      no pass begins once the user has asked for an end, or the guard struck (`clock`), and there is a plan
     best     of the plans that a profile cannot tell from the fastest, the one of the fewest substitutions
 
 After each pass the best plan is verified. What the verifier refuses is left out, with its reason as a row of the
-report, and the next best takes its place. An interrupt, or the end of time, leaves the best so far. Where nothing is
-left a refusal is raised, that which names how much memory would do if there is one. `AUTOPAR_DUMP=folder` has every
-plan written between passes.
+report, and the next best takes its place. An interrupt, or the guard of the clock, leaves the best so far. Where
+nothing is left a refusal is raised, that which names how much memory would do if there is one. `AUTOPAR_DUMP=folder`
+has every plan written between passes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from autopar.clock import Clock, Interrupted, is_interrupted
+from autopar.clock import Clock, Interrupted, guard_struck, guarded, is_ending, is_interrupted
 from autopar.cost import Profile
 from autopar.errors import AutoparError, InfeasibleError, InternalError, MeshError, PlacementError, PlanError
 from autopar.ir.buffers import joins_modules
@@ -39,7 +39,7 @@ from autopar.show.text import rules_text
 from autopar.substitute import GraphCandidate
 from autopar.substitute.backtracking import RESOLUTION
 from autopar.trace import Blocks, find_blocks
-from autopar.tunables import NEARBY_S
+from autopar.tunables import GUARD, NEARBY_S
 
 START, PLANNED, REFINED = range(3)
 """Ranks of candidates: where refinement may begin, but no answer; a plan; a plan that is refined, which goes first."""
@@ -108,6 +108,7 @@ class Context:
     ended: Ended = field(default_factory=lambda: reporting_passes(None))
     rows: list[Tried] = field(default_factory=list)
     rewriting: Callable[[], Rewriting] | None = None  # says what came of equal graphs, at the end
+    struck_in: str = ""  # the pass that the guard ended, if it did
 
     def __post_init__(self) -> None:
         self._blocks: dict[str, Blocks] = {}
@@ -209,7 +210,7 @@ class Front:
         """The open graphs that a pass plans, by where they are to be planned, as far as there is time."""
         for asked in self.open:
             is_over = asked.clock is not None and asked.clock.is_over
-            if wants(asked.outline) and not is_over and not (is_interrupted() and self.best is not None):
+            if wants(asked.outline) and not is_over and not (is_ending() and self.best is not None):
                 if asked not in self.begun:
                     self.begun.append(asked)
                 yield asked
@@ -274,15 +275,22 @@ def search(passes: Sequence[SearchPass], graph: Graph, context: Context) -> tupl
     Raises InfeasibleError, or the first refusal, where nothing is found; Interrupted where there was nothing yet when
     the user asked for an end.
     """
-    front = Front(graph)
+    front, budget = Front(graph), context.request.budget
+    with guarded(GUARD * (budget.seconds + budget.refine_seconds)):
+        _rounds(passes, front, context)
+        if front.best is None:
+            raise next((error for error in front.refusals if isinstance(error, InfeasibleError)), front.refusals[0])
+        return front.best.graph, _told(front.best, context)
+
+
+def _rounds(passes: Sequence[SearchPass], front: Front, context: Context) -> None:
     while front.next_round():
         for one in passes:
-            if is_interrupted() and front.best is not None:
-                return front.best.graph, _told(front.best, context)
+            if is_ending() and front.best is not None:
+                return
             _run(one, front, context)
-    if front.best is None:
-        raise next((error for error in front.refusals if isinstance(error, InfeasibleError)), front.refusals[0])
-    return front.best.graph, _told(front.best, context)
+            if guard_struck() and not context.struck_in:
+                context.struck_in = one.__name__
 
 
 def _run(one: SearchPass, front: Front, context: Context) -> None:
@@ -319,6 +327,7 @@ def _told(best: Candidate, context: Context) -> Plan:
             )
         )  # fmt: skip
     said = f"interrupted, {plan.search.stop_reason}" if is_interrupted() else plan.search.stop_reason
+    said = f"{said}; the clock struck in pass {context.struck_in}" if context.struck_in else said
     rewriting = None if context.rewriting is None else context.rewriting()
     report = replace(plan.search, tried=tuple(rows), rewriting=rewriting, stop_reason=said)
     return replace(plan, substitutions=best.variant.steps, search=report)

@@ -31,13 +31,13 @@ def reporting(report: Report | None, total: int) -> Iterator[Report]:
 
 def reporting_passes(report: Report | None) -> Ended:
     """Reports a line for each pass that has ended: what it made, and how long it took since the one before."""
-    told, clock = report or (_printed if sys.stderr.isatty() else None), Clock.of(0.0)
+    told, clock = report or (_printed if sys.stderr.isatty() else None), Clock.of_time(0.0)
 
     def ended(name: str, made: str) -> None:
         nonlocal clock
         if told is not None:
             told(f"{name}: {made} ({clock.passed_s:.1f} s)")
-        clock = Clock.of(0.0)
+        clock = Clock.of_time(0.0)
 
     return ended
 

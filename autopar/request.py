@@ -12,15 +12,18 @@ from autopar.ir.mesh import Mesh
 
 @dataclass(frozen=True)
 class SearchBudget:
-    """How long the search may take in seconds over all logical meshes, how near is near enough, and the seed.
+    """How much the search may do, how near is near enough, and the seed.
 
+    seconds: of work over all logical meshes, as an idle core does it. Work is counted, so that a search ends at the
+    same point, with the same plan, on any machine and however busy that is. By the clock a search may take `GUARD`
+    times as long; where that ends it, the plan's report says so.
     gap: the search of a mesh stops once (cost − lower bound) / cost is at most this; the plan states which.
     stages: plans of several pipeline stages are looked for, too; if not, only where constraints pin their number.
     substitutions: equal graphs are looked for and planned as well, near the plan of the model's own graph: on logical
     meshes and in numbers of stages and microbatches that were good there. The fastest plan of all wins.
     everywhere: equal graphs are looked for longer, and planned in all ways; this takes a multiple of the time.
-    proposals: what the SOAP search by MCMC may try around the plan that was found, 0 for none; refine_seconds: its time
-    at most, where the machine is so slow that this is less.
+    proposals: what the SOAP search by MCMC may try around the plan that was found, 0 for none; refine_seconds: of
+    work at most, where the model is so large that this is less.
     """
 
     seconds: float = 20.0

@@ -1,8 +1,35 @@
 """The numbers by which the search is tuned, in one place: what each does, and what happens when it is changed.
 
 None of them decides whether a plan is right or fits: only how long is looked, and where first. Seconds and shares of
-the budget bind on slow machines and large models alone; most searches end before.
+the budget are of counted work (`autopar.clock`), and bind on large models alone; most searches end before.
 """
+
+# work: what searches do is counted, in seconds that it takes on an idle core ----------------------------------------
+
+GUARD = 60.0
+"""By the wall clock, a search may take so many times its budget; then it ends with what it has, and says so. Halved, it
+strikes on machines that are busier by half, and plans depend on the machine there; doubled, whoever has to wait does so
+for longer."""
+TABLE_S, NODE_S, MESSAGE_PASSES = 1e-7, 2e-9, 5
+"""A solver reads an entry of a cost table, in so many passes where it sends messages first; and looks at it in a node
+of its tree. All counts of work: halved, twice as much is done for the same budget, and it takes twice as long."""
+ROW_NODE_S = 2e-7
+"""The same of an entry of a memory row."""
+REDUCE_S = 2e-8
+"""An entry of a problem is reduced."""
+BUILD_NODE_S, BUILD_S = 1e-3, 5e-8
+"""A problem is built of a graph: a node of it, an entry of its tables."""
+PLAY_S, PLAY_NODE_S, WHOLE_NODE_S, LAYER_NODE_S = 5e-4, 5e-6, 3e-4, 5e-4
+"""A plan is simulated, most of which is known: in all, and a node of its graph; a node where nothing is known; and of a
+short graph, where each layer is played alone."""
+RANGES_S = 5e-7
+"""A kind of stage, for two borders between layers and a bottleneck, in a dynamic programme."""
+TRY_S = 1e-3
+"""A substitution is tried."""
+REMOVE_S, SWEEP_S = 5e-5, 1e-8
+"""A variable is eliminated, beside the sums of its tables; an entry of what that leaves is swept over."""
+PART_S = 3e-4
+"""A part of a problem is cut out, to be solved again."""
 
 # stage: equal stages, by estimates on a short graph ----------------------------------------
 
@@ -69,7 +96,7 @@ FINALISTS = 3
 """Plans that are built for the whole model and simulated; more where these do not fit, or simulating is quick. At 1,
 the best by estimate is believed; doubled, deep models take twice as long to simulate."""
 MOST_FINALISTS = 32
-QUICK_S = 1.5
+QUICK_S = 1.0
 """Seconds for which finalists are simulated beyond that, up to so many; doubled, small models are planned later."""
 CORRECTIONS = 3
 """Times that the fastest plan computes fewer layers again, its estimated peak corrected by what was simulated."""

@@ -31,9 +31,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.clock import Clock
+from autopar.clock import Clock, worked
 from autopar.errors import InfeasibleError
 from autopar.ir.schedule import PLAIN, in_flight
+from autopar.tunables import RANGES_S
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -113,6 +114,7 @@ def best_stages(
     stages exist for (None where no submeshes tile the mesh).
     """
     clock = Clock.of(0.0)
+    worked(RANGES_S * sum(kind.num_layers**2 for kind in kinds) * (max_rounds or 1))
     search = _Search(kinds, num_devices, microbatches, schedule, max_stages)
     found, bound = search.sweep(max_rounds)
     if not found:

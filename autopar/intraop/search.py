@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.clock import Clock, worked
 from autopar.cost import Profile
 from autopar.intraop.alternatives import explain_choices
 from autopar.intraop.builder import Built, ChoiceVariable, KeptParameter, Representatives, StorageOptions, build
@@ -23,6 +24,7 @@ from autopar.ir.plan import Choice, Plan, SearchReport
 from autopar.selection.problem import INFINITE, NO_PATH_NS, Problem
 from autopar.selection.solution import Solution
 from autopar.selection.solver import solve
+from autopar.tunables import BUILD_NODE_S, BUILD_S
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ def prepare_placements(
     """
     costs = costs_of(graph, draft, profile, sends)
     built = build(graph, blocks, draft.stage.axes, costs, storage_options, constraints, None, whole, copies, keep)
+    worked(BUILD_NODE_S * len(graph.nodes) + BUILD_S * sum(matrix.size for matrix in built.problem.edge_costs))
     return Placements(graph, blocks, draft, costs, built)
 
 
@@ -72,15 +75,15 @@ class Placements:
     costs: ProfiledCosts
     built: Built
 
-    def plan(self, usage_limit: int, time_limit_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0) -> Plan:
+    def plan(self, usage_limit: int, work_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0) -> Plan:
         """The draft with every placement chosen so that usage is at most so many bytes, and the search's report.
 
-        Raises InfeasibleError when no choice meets the limit, or none was found in time.
+        Raises InfeasibleError when no choice meets the limit, or none was found in so much work (s).
         """
         solution = self._unlimited_within(usage_limit, gap_limit)
         if solution is None:
             problem = replace(self.built.problem, usage_limit=usage_limit)
-            solution = solve(problem, time_limit_s, seed, gap_limit)
+            solution = solve(problem, seed=seed, gap_limit=gap_limit, clock=Clock.of(work_s))
         report = SearchReport(
             method=f"intra-op ILP by {solution.method}",
             cost_ns=int(solution.cost),
@@ -121,28 +124,29 @@ class Placements:
         )
         return draft.placed(inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes)
 
-    def trade_offs(self, in_flight: int, time_limit_s: float = 10.0, seed: int = 0) -> TradeOffs:
-        """Time against memory, with the activations of so many microbatches; each solve may take so many seconds."""
-        return TradeOffs(self.built, in_flight, time_limit_s, seed)
+    def trade_offs(self, in_flight: int, work_s: float = 10.0, seed: int = 0) -> TradeOffs:
+        """Time against memory, with the activations of so many microbatches; each solve may take so much work (s)."""
+        return TradeOffs(self.built, in_flight, work_s, seed)
 
-    def unlimited_cost_ns(self, time_limit_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0) -> int:
+    def unlimited_cost_ns(self, work_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0) -> int:
         """The cost of the best choice that is found where memory is no concern."""
-        return int(self.unlimited(time_limit_s, seed, gap_limit).cost)
+        return int(self.unlimited(work_s, seed, gap_limit).cost)
 
-    def unlimited(self, time_limit_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0) -> Solution:
+    def unlimited(self, work_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0) -> Solution:
         """The best choice that is found where memory is no concern; found once, as long as it is as near as asked."""
         known = self._unlimited_within(INFINITE, gap_limit)
         if known is None:
-            known = solve(replace(self.built.problem, usage_limit=None), time_limit_s, seed, gap_limit)
+            problem = replace(self.built.problem, usage_limit=None)
+            known = solve(problem, seed=seed, gap_limit=gap_limit, clock=Clock.of(work_s))
             self._unlimited.append(known)
         return known
 
-    def least_step_ns(self, time_limit_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0) -> int:
+    def least_step_ns(self, work_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0) -> int:
         """What a step of the best choice without a limit takes at least: its operators and what is between them.
 
         What stored tensors are gathered and reduced for may hide behind that.
         """
-        choice, problem = self.unlimited(time_limit_s, seed, gap_limit).choice, self.built.problem
+        choice, problem = self.unlimited(work_s, seed, gap_limit).choice, self.built.problem
         is_stored = [variable.kind == "stored" for variable in self.built.variables]
         operators = sum(int(times[option]) for times, option in zip(self.built.compute_ns, choice, strict=True))
         between = (
@@ -162,10 +166,10 @@ class Placements:
         fitting = (s for s in self._unlimited if s.peak_usage <= usage_limit)
         return next((s for s in fitting if s.cost - s.lower_bound <= gap_limit * s.cost), None)
 
-    def least_memory(self, time_limit_s: float = 10.0, seed: int = 0) -> LeastMemory:
+    def least_memory(self, work_s: float = 10.0, seed: int = 0) -> LeastMemory:
         """The least memory that any choice of placements needs, whatever its time, and what takes most of it there."""
         problem = self.built.problem
-        choice = solve(_usage_alone(problem), time_limit_s, seed).choice
+        choice = solve(_usage_alone(problem), seed=seed, clock=Clock.of(work_s)).choice
         used = self._used(choice)
         largest = sorted(zip(used, self.built.variables, strict=True), key=lambda pair: -pair[0])[:3]
         stored, saved = self.usage_of(choice)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.clock import Clock
 from autopar.intraop.builder import Built
 from autopar.selection.evaluator import evaluate
 from autopar.selection.problem import INFINITE, Int64Array
@@ -38,14 +39,14 @@ class TradeOff:
 
 @dataclass(frozen=True, eq=False)
 class TradeOffs:
-    """The hull of one problem. in_flight: how many microbatches' activations count. Each solve is limited in seconds.
+    """The hull of one problem. in_flight: how many microbatches' activations count. work_s: what each solve may do.
 
-    Raises InfeasibleError when none was found in time.
+    Raises InfeasibleError when none was found in that.
     """
 
     built: Built
     in_flight: int
-    time_limit_s: float = 10.0
+    work_s: float = 10.0
     seed: int = 0
 
     def fastest(self) -> TradeOff:
@@ -73,7 +74,7 @@ class TradeOffs:
         ]
         costs = [_plus(cost, usage, price) for cost, usage in zip(problem.costs, usages, strict=True)]
         priced = replace(problem, costs=costs, usage_limit=None)
-        return self._read(solve(priced, self.time_limit_s, self.seed).choice)
+        return self._read(solve(priced, seed=self.seed, clock=Clock.of(self.work_s)).choice)
 
     def _read(self, choice: Sequence[int]) -> TradeOff:
         state = saved = 0

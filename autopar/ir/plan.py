@@ -162,6 +162,8 @@ class Rewriting:
 class SearchReport:
     """How the plan was found: the objective, its bound, why the search stopped, and what else was looked at.
 
+    lower_bound_ns: of the problem that was solved last, and of no other: placements on one logical mesh, how given
+    placements are cut into stages, or shares of the batch. seconds: of work, as it is counted (`autopar.clock`).
     rewriting: of graphs equal to the model's, where they were looked for. refinement: what came after it, if anything
     did; cost and bound are those of before.
     """

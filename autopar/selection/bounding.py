@@ -20,8 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.clock import worked
 from autopar.selection.elimination import Core
 from autopar.selection.problem import INFINITE, Int64Array
+from autopar.tunables import SWEEP_S
 
 _MOST_SWEEPS = 12
 """Two or three are mostly enough; what more would gain is little."""
@@ -41,6 +43,7 @@ def bounded(core: Core) -> Bounded:
     tables, best, bound = _Tables(core), None, -1
     for _ in range(_MOST_SWEEPS):
         tables.sweep()
+        worked(core.num_entries * SWEEP_S)
         values = tables.cheapest()
         cost = _cost(core, values)
         if best is None or cost < best[1]:

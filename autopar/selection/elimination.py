@@ -16,7 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.clock import worked
 from autopar.selection.problem import INFINITE, Int64Array
+from autopar.tunables import REMOVE_S
 
 _MOST_WORK = 500_000_000
 """Sums in one elimination: about half a second."""
@@ -75,7 +77,10 @@ def eliminate(
 
     most_work: sums that all of it may take.
     """
-    return _Eliminator(unary, pairs, most_work).run()
+    eliminator = _Eliminator(unary, pairs, most_work)
+    core = eliminator.run()
+    worked((most_work - eliminator.work_left) / SUMS_PER_S + len(core.removed) * REMOVE_S)
+    return core
 
 
 class _Eliminator:

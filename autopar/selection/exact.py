@@ -7,13 +7,13 @@ solves a relaxation.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from autopar.clock import Clock
 from autopar.selection.network import Network
 from autopar.selection.problem import INFINITE
-from autopar.selection.toulbar import SearchApart, minimise_here
+from autopar.selection.toulbar import SearchApart, backtracks_within, minimise_here
 from autopar.selection.toulbar_worker import NO_BACKTRACK_LIMIT, Result
 from autopar.selection.usage import Row, Usage
 
@@ -85,26 +85,27 @@ class RowsAsNeeded:
 
 
 def search_exactly(
-    network: Network, deadline: float, seed: int, *, upper_bound: int = INFINITE, backtracks: int = _BACKTRACKS,
+    network: Network, clock: Clock, seed: int, *, upper_bound: int = INFINITE, backtracks: int = _BACKTRACKS,
     times: Iterable[int] = (), small_entries: int = SMALL_ENTRIES,
 ) -> ExactOutcome:  # fmt: skip
     """Searches for the cheapest choice below `upper_bound`, until it is found or a limit is met.
 
-    The limits are the deadline (of time.monotonic) and, on networks of no more than `small_entries`, the backtracks of
-    each round; these are searched in this process unless their rows make that long. `times` are those whose rows are
-    there from the start. At least one round is made.
+    The limits are the clock and, on networks of no more than `small_entries`, the backtracks of each round; these are
+    searched in this process unless their rows make that long. `times` are those whose rows are there from the start. At
+    least one round is made.
     """
     search = RowsAsNeeded(network, times)
     first = True
-    while (first or time.monotonic() < deadline) and not search.impossible:
+    while (first or not clock.is_over) and not search.impossible:
         first = False
         rows, is_small = search.rows, network.num_entries <= small_entries
         if is_small and backtracks * sum(row.num_usages for row in rows) <= _ROW_EFFORT:
             result = minimise_here(network, rows, upper_bound, backtracks, seed)
         else:
-            limit = backtracks if is_small else NO_BACKTRACK_LIMIT
+            most = backtracks if is_small else NO_BACKTRACK_LIMIT
+            limit = min(most, backtracks_within(clock, network, rows))
             apart = SearchApart(network, rows, upper_bound, seed, backtracks=limit, message_passing=not is_small)
-            result = apart.result(deadline)
+            result = apart.result(clock.wait_until)
         if search.learn(result):
             break
     return search.finish()

@@ -3,6 +3,9 @@
 The other process looks for bounds: it minimises under prices of memory until these have settled, then branches on
 what they cannot tell apart. This one looks for choices: what the prices lead to is repaired where it does not fit,
 and the best is improved part by part; when that has not helped for long, a second process joins the first.
+
+By a clock that counts work, the two go on in step: this one does as much as the other's last minimisation took, then
+waits for it. By one that shows the time, whatever has ended is taken in as soon as it has.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import math
 import time
 from dataclasses import dataclass
 
+from autopar.clock import Clock
 from autopar.selection.branching import PriceBranching, SearchNode
 from autopar.selection.duals import PriceSearch
 from autopar.selection.exact import ExactOutcome
@@ -20,7 +24,7 @@ from autopar.selection.problem import INFINITE
 from autopar.selection.repair import repair
 from autopar.selection.start import fitting_choice, frugal_choice
 from autopar.selection.subproblems import Subproblems
-from autopar.selection.toulbar import SearchApart, SearchHere
+from autopar.selection.toulbar import SearchApart, SearchHere, backtracks_within
 from autopar.selection.toulbar_worker import NO_BACKTRACK_LIMIT, Result
 
 _REPAIR_SHARE = 0.1
@@ -42,26 +46,38 @@ _STAGNANT_REST = 10.0
 """It then rests this many times as long as it works."""
 
 
-def search_hard(network: Network, known: ExactOutcome, deadline: float, seed: int, gap_limit: float) -> ExactOutcome:
-    """Searches until the deadline (of time.monotonic), a proof, or (cost − bound) / cost ≤ gap_limit."""
-    seconds = max(0.0, deadline - time.monotonic())
-    deadline -= min(_CLOSING_S, _CLOSING_SHARE * seconds)
-    bounds = _BoundSearch(network, known, seed, _JOB_SHARE * seconds)
-    choices = _ChoiceSearch(network, known, seed)
+def search_hard(network: Network, known: ExactOutcome, clock: Clock, seed: int, gap_limit: float) -> ExactOutcome:
+    """Searches until the clock ends, a proof, or (cost − bound) / cost ≤ gap_limit."""
+    seconds = max(0.0, clock.left_s)
+    clock = clock.within(seconds - min(_CLOSING_S, _CLOSING_SHARE * seconds))
+    bounds = _BoundSearch(network, known, clock, seed, _JOB_SHARE * seconds)
+    choices = _ChoiceSearch(network, known, clock, seed)
     try:
         bounds.advance(choices.cost, 1)
-        choices.begin(deadline)
-        while time.monotonic() < deadline and not _close_enough(choices.cost, bounds.lower_bound, gap_limit):
+        choices.begin()
+        while not clock.is_over and not _close_enough(choices.cost, bounds.lower_bound, gap_limit):
             offers = bounds.advance(choices.cost, 2 if bounds.branching and choices.stagnant else 1)
             for offer in offers:
-                choices.consider(offer, deadline, mend=not bounds.branching)
-            if not offers and not choices.improve(deadline):
-                time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
-        for offer in bounds.collect(choices.cost):
-            choices.consider(offer, deadline, mend=False)
+                choices.consider(offer, mend=not bounds.branching)
+            is_better = _improved(choices, bounds, clock) if clock.is_counted else not offers and choices.improve()
+            if clock.is_counted and not (offers or is_better or bounds.is_busy):
+                break
+            if not (clock.is_counted or offers or is_better):
+                time.sleep(min(_POLL_S, max(0.0, clock.left_s)))
+        # By work, what has not ended yet is let go: how far it has come depends on the machine.
+        for offer in () if clock.is_counted else bounds.collect(choices.cost):
+            choices.consider(offer, mend=False)
     finally:
         bounds.cancel()
     return ExactOutcome(choices.values, choices.cost, bounds.lower_bound)
+
+
+def _improved(choices: _ChoiceSearch, bounds: _BoundSearch, clock: Clock) -> bool:
+    """Improves the best choice for as long as what runs beside it is likely to take; whether that did anything."""
+    turn, steps = clock.within(bounds.likely_s), 0
+    while not (steps and turn.is_over) and choices.improve():
+        steps += 1
+    return steps > 0
 
 
 def _close_enough(cost: int, lower_bound: int, gap_limit: float) -> bool:
@@ -76,18 +92,25 @@ class _Job:
     node: SearchNode | None
     """Whose network it minimises; None for the prices before branching."""
     until: float
+    """When it ends, where a clock shows the time."""
 
 
 class _BoundSearch:
     """Keeps the other process busy and collects what it proves: prices first, then branching on them."""
 
-    def __init__(self, network: Network, known: ExactOutcome, seed: int, most_s: float) -> None:
+    def __init__(self, network: Network, known: ExactOutcome, clock: Clock, seed: int, most_s: float) -> None:
         self.lower_bound = known.lower_bound
-        self._seed = seed
+        self.likely_s = 0.0  # of work, what a minimisation takes: what the last one took
+        self._clock, self._seed = clock, seed
         self._prices = PriceSearch(network)
         self._branching: PriceBranching | None = None
         self._running: list[_Job] = []
         self._most_s = most_s
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another process works on a bound."""
+        return bool(self._running)
 
     @property
     def branching(self) -> bool:
@@ -97,7 +120,8 @@ class _BoundSearch:
     def advance(self, upper_bound: int, processes: int) -> list[list[int]]:
         """Takes in what has ended and starts what comes next, in so many processes; returns new choices."""
         now = time.monotonic()
-        choices = self._end([job for job in self._running if job.search.done or now >= job.until], upper_bound)
+        ended = [job for job in self._running if self._clock.is_counted or job.search.done or now >= job.until]
+        choices = self._end(ended, self._clock.wait_until if self._clock.is_counted else now, upper_bound)
         while len(self._running) < processes and self._start(upper_bound):
             pass
         return choices
@@ -106,16 +130,17 @@ class _BoundSearch:
         """Ends the other processes; returns what choices they have."""
         for job in self._running:
             job.search.interrupt()
-        return self._end(self._running, upper_bound)
+        return self._end(self._running, time.monotonic(), upper_bound)
 
     def cancel(self) -> None:
         """Ends the other processes, whatever they have."""
         for job in self._running:
             job.search.cancel()
 
-    def _end(self, jobs: list[_Job], upper_bound: int) -> list[list[int]]:
+    def _end(self, jobs: list[_Job], wait_until: float, upper_bound: int) -> list[list[int]]:
         self._running = [job for job in self._running if job not in jobs]
-        choices = [self._learn(job, job.search.result(time.monotonic()), upper_bound) for job in jobs]
+        choices = [self._learn(job, job.search.result(wait_until), upper_bound) for job in jobs]
+        self.likely_s = max((job.search.work_s for job in jobs), default=self.likely_s)
         self._note_bound(upper_bound)
         return [choice for choice in choices if choice is not None]
 
@@ -137,6 +162,8 @@ class _BoundSearch:
 
     def _minimise(self, network: Network, node: SearchNode | None, *, thoroughly: bool = False) -> None:
         backtracks = NO_BACKTRACK_LIMIT if thoroughly else max(1, _EFFORT // max(1, network.num_entries))
+        span = self._clock if thoroughly else self._clock.within(self._most_s)
+        backtracks = min(backtracks, backtracks_within(span, network, ()))
         search: SearchApart | SearchHere
         if network.num_entries <= _TINY_ENTRIES:
             search = SearchHere(network, (), INFINITE, backtracks, self._seed)
@@ -160,9 +187,10 @@ class _BoundSearch:
 class _ChoiceSearch:
     """Holds the best choice that fits."""
 
-    def __init__(self, network: Network, known: ExactOutcome, seed: int) -> None:
+    def __init__(self, network: Network, known: ExactOutcome, clock: Clock, seed: int) -> None:
         self.cost = INFINITE
-        self._started = self._improved = self._next_try = time.monotonic()
+        self._clock = clock
+        self._started = self._improved = self._next_try = clock.now
         self._parts = Subproblems(network)
         self._seed = seed
         self._search: NeighbourhoodSearch | None = None
@@ -177,38 +205,37 @@ class _ChoiceSearch:
     @property
     def stagnant(self) -> bool:
         """Whether the last improvement lies so far back that the processor is better used elsewhere."""
-        now = time.monotonic()
+        now = self._clock.now
         return now - self._improved > max(_STAGNATION_S, _STAGNATION_SHARE * (now - self._started))
 
-    def begin(self, deadline: float) -> None:
+    def begin(self) -> None:
         """Finds something to go on from where nothing is known."""
         if self._search is None:
-            self.consider(frugal_choice(self._parts), deadline, mend=True)
+            self.consider(frugal_choice(self._parts), mend=True)
         if self._search is None:
-            fitting = fitting_choice(self._parts.network, deadline, self._seed)
+            fitting = fitting_choice(self._parts.network, self._clock, self._seed)
             if fitting is not None:
                 self._adopt(fitting)
 
-    def consider(self, values: list[int], deadline: float, *, mend: bool) -> None:
+    def consider(self, values: list[int], *, mend: bool) -> None:
         """Goes on from a choice where it is cheaper than the best and fits, or can be made to."""
-        now = time.monotonic()
         if self._search is not None and mend:
             mend = self._parts.usage.excess(values).max() <= _MENDABLE * self._parts.network.room.max()
         if self._parts.network.cost(values) < self.cost:
-            until = now + _REPAIR_SHARE * (deadline - now) if mend else now
-            mended = repair(self._parts, values, until, self._seed, self.cost)
+            span = self._clock.within(_REPAIR_SHARE * self._clock.left_s if mend else 0.0)
+            mended = repair(self._parts, values, span, self._seed, self.cost)
             if mended is not None:
                 self._adopt(mended)
 
-    def improve(self, deadline: float) -> bool:
+    def improve(self) -> bool:
         """Improves the best choice by one part; False when there is none, no time, or little hope just now."""
-        started = time.monotonic()
+        started = self._clock.now
         if self._search is None or (self.stagnant and started < self._next_try):
             return False
-        advanced = self._search.step(deadline)
+        advanced = self._search.step(self._clock)
         if self._search.cost < self.cost:
-            self.cost, self._improved = self._search.cost, time.monotonic()
-        self._next_try = time.monotonic() + _STAGNANT_REST * (time.monotonic() - started)
+            self.cost, self._improved = self._search.cost, self._clock.now
+        self._next_try = self._clock.now + _STAGNANT_REST * (self._clock.now - started)
         return advanced
 
     def _adopt(self, values: list[int]) -> None:
@@ -216,4 +243,4 @@ class _ChoiceSearch:
             self._search = NeighbourhoodSearch(self._parts, values, self._seed)
         else:
             self._search.adopt(values)
-        self.cost, self._improved = self._search.cost, time.monotonic()
+        self.cost, self._improved = self._search.cost, self._clock.now

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopar.clock import Clock
 from autopar.selection.subproblems import Subproblems, search_part
 
 _SIZES = (12, 25, 50, 100, 200, 400, 800)
@@ -50,23 +50,23 @@ class NeighbourhoodSearch:
         """Goes on from another choice that fits."""
         self.values, self.cost = list(values), self._parts.network.cost(values)
 
-    def step(self, deadline: float) -> bool:
-        """Re-solves one part; False when none of any size can be expected to end before the deadline."""
-        started = time.monotonic()
-        affordable = {s: known for s, known in self._sizes.items() if not known or known.seconds <= deadline - started}
-        if not affordable or started >= deadline:
+    def step(self, clock: Clock) -> bool:
+        """Re-solves one part; False when none of any size can be expected to end before the clock does."""
+        started, left = clock.now, clock.left_s
+        affordable = {s: known for s, known in self._sizes.items() if not known or known.seconds <= left}
+        if not affordable or clock.is_over:
             return False
         size = self._choose(affordable)
-        gain = self.improve(self._parts.grow(self._seeds(), size, self._random), deadline)
-        self._remember(size, time.monotonic() - started, gain)
+        gain = self.improve(self._parts.grow(self._seeds(), size, self._random), clock)
+        self._remember(size, clock.now - started, gain)
         return True
 
-    def improve(self, free: list[int], deadline: float) -> int:
+    def improve(self, free: list[int], clock: Clock) -> int:
         """Re-solves the free variables; returns by how much the cost fell."""
         part = self._parts.cut(free, self.values)
         current = part.cost([self.values[v] for v in free])
         times = list(self._times)[-_MOST_TIMES:]
-        outcome = search_part(part, deadline, self._seed, times, current)
+        outcome = search_part(part, clock, self._seed, times, current)
         for row_time in outcome.times[len(times) :]:
             self._times.pop(row_time, None)
             self._times[row_time] = None

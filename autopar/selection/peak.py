@@ -6,12 +6,12 @@ long they last, so that the first choice tried is one that uses little.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from autopar.clock import Clock
 from autopar.errors import InfeasibleError
 from autopar.selection.evaluator import evaluate
 from autopar.selection.exact import search_exactly
@@ -23,18 +23,20 @@ _LARGEST_WEIGHT = 10**6
 """Substitute costs are scaled so that the dearest strategy costs about this."""
 
 
-def minimise_peak(problem: Problem, time_limit_s: float = 10.0, seed: int = 0) -> Solution:
+def minimise_peak(
+    problem: Problem, time_limit_s: float = 10.0, seed: int = 0, *, clock: Clock | None = None
+) -> Solution:
     """Returns a choice whose peak usage is the least found; `cost` and `lower_bound` are peak usages.
 
-    Raises InfeasibleError when every choice takes a forbidden entry.
+    clock: ends the search, instead of a time limit. Raises InfeasibleError when every choice takes a forbidden entry.
     """
-    started = time.monotonic()
+    clock = clock or Clock.of_time(time_limit_s)
     frugal = replace(problem, costs=_frugal_costs(problem), edge_costs=_only_forbidden(problem))
     low = _least_conceivable_peak(frugal)
-    best, high, limit = _first_choice(frugal, started + time_limit_s, seed), INFINITE, low
+    best, high, limit = _first_choice(frugal, clock, seed), INFINITE, low
     high = evaluate(problem, best).peak_usage
-    while low < high and time.monotonic() < started + time_limit_s:
-        choice, impossible = _choice_within(frugal, limit, started + time_limit_s, seed)
+    while low < high and not clock.is_over:
+        choice, impossible = _choice_within(frugal, limit, clock, seed)
         if choice is not None:
             best, high = choice, evaluate(problem, choice).peak_usage
         elif impossible:
@@ -42,8 +44,8 @@ def minimise_peak(problem: Problem, time_limit_s: float = 10.0, seed: int = 0) -
         else:
             break
         limit = (low + high) // 2
-    return Solution(tuple(best), high, low, high, "optimal" if low >= high else "time limit",
-                    time.monotonic() - started, seed, "bisection of the usage limit")  # fmt: skip
+    return Solution(tuple(best), high, low, high, "optimal" if low >= high else clock.stop_reason,
+                    clock.passed_s, seed, "bisection of the usage limit")  # fmt: skip
 
 
 def _frugal_costs(problem: Problem) -> list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]]:
@@ -68,22 +70,22 @@ def _least_conceivable_peak(problem: Problem) -> int:
     return INFINITE - int(room.min())
 
 
-def _first_choice(problem: Problem, deadline: float, seed: int) -> Sequence[int]:
+def _first_choice(problem: Problem, clock: Clock, seed: int) -> Sequence[int]:
     """Returns the choice that uses least, over all times together."""
     network = reduce_problem(replace(problem, usage_limit=None))
-    outcome = search_exactly(network, deadline, seed)
+    outcome = search_exactly(network, clock, seed)
     if outcome.values is None:
         raise InfeasibleError(f"{problem.name}: every choice takes a forbidden strategy or pair")
     return network.expand(outcome.values)
 
 
-def _choice_within(problem: Problem, limit: int, deadline: float, seed: int) -> tuple[Sequence[int] | None, bool]:
+def _choice_within(problem: Problem, limit: int, clock: Clock, seed: int) -> tuple[Sequence[int] | None, bool]:
     """Returns a choice whose peak is within the limit, or None and whether there is none."""
     try:
         network = reduce_problem(replace(problem, usage_limit=limit))
     except InfeasibleError:
         return None, True
-    outcome = search_exactly(network, deadline, seed)
+    outcome = search_exactly(network, clock, seed)
     if outcome.values is None:
         return None, outcome.lower_bound >= INFINITE
     return network.expand(outcome.values), False

@@ -7,11 +7,11 @@ step makes anything worse and each that succeeds lowers the worst.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.clock import Clock
 from autopar.selection.problem import INFINITE, Int64Array
 from autopar.selection.subproblems import Subproblems, search_part
 
@@ -24,17 +24,17 @@ _CROWD = 20
 
 
 def repair(
-    parts: Subproblems, values: Sequence[int], deadline: float, seed: int, cost_limit: int = INFINITE
+    parts: Subproblems, values: Sequence[int], clock: Clock, seed: int, cost_limit: int = INFINITE
 ) -> list[int] | None:
     """Returns a choice that fits and costs less than the limit, or None when none was reached in time."""
     chance = random.Random(seed)
     current, failures = list(values), 0
     while (excess := parts.usage.excess(current)).max(initial=0) > 0:
-        if time.monotonic() >= deadline or failures >= 2 * len(_SIZES) * len(_KEPT):
+        if clock.is_over or failures >= 2 * len(_SIZES) * len(_KEPT):
             return None
         size = _SIZES[failures // len(_KEPT) % len(_SIZES)]
         kept = _KEPT[failures % len(_KEPT)]
-        better = _relieve(parts, current, excess, size, kept, deadline, chance)
+        better = _relieve(parts, current, excess, size, kept, clock, chance)
         if better is not None and parts.network.cost(better) >= cost_limit:
             return None
         current, failures = (better, 0) if better is not None else (current, failures + 1)
@@ -42,7 +42,7 @@ def repair(
 
 
 def _relieve(
-    parts: Subproblems, values: list[int], excess: Int64Array, size: int, kept: float, deadline: float,
+    parts: Subproblems, values: list[int], excess: Int64Array, size: int, kept: float, clock: Clock,
     chance: random.Random,
 ) -> list[int] | None:  # fmt: skip
     """Returns a choice that exceeds less at the worst time and no more at any other, or None."""
@@ -51,7 +51,7 @@ def _relieve(
     free = parts.grow(chance.sample(live, min(len(live), _CROWD)), size, chance)
     part = parts.cut(free, values, _allowance(excess, worst, int(kept * excess[worst])))
     worst_time = int(part.room_starts[worst])
-    outcome = search_part(part, deadline, chance.randrange(2**31), [worst_time])
+    outcome = search_part(part, clock, chance.randrange(2**31), [worst_time])
     if outcome.values is None:
         return None
     relieved = list(values)

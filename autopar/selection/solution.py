@@ -17,7 +17,8 @@ class Solution:
     """No feasible choice costs less."""
     peak_usage: int
     stop_reason: str
-    """"optimal": cost equals lower_bound; "gap limit": they are as close as asked; else "time limit"."""
+    """"optimal": cost equals lower_bound; "gap limit": they are as close as asked; else "work limit", or "time limit"
+    where a clock ended the search."""
     seconds: float
     seed: int
     method: str

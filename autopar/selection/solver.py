@@ -8,9 +8,9 @@ Small networks are searched exactly in this process; what is left open, or large
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
+from autopar.clock import Clock, worked
 from autopar.errors import InfeasibleError
 from autopar.selection.bounding import bounded
 from autopar.selection.elimination import SUMS_PER_S
@@ -24,6 +24,7 @@ from autopar.selection.reduction import reduce_problem
 from autopar.selection.solution import Solution
 from autopar.selection.toulbar import minimise_here
 from autopar.selection.usage import Usage
+from autopar.tunables import REDUCE_S
 
 __all__ = ["Solution", "minimise_peak", "solve"]
 
@@ -36,46 +37,48 @@ _PEAK_TIME_LIMIT_S = 5.0
 """At most this, besides the time limit, goes into saying what limit could be met."""
 
 
-def solve(problem: Problem, time_limit_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0) -> Solution:
+def solve(
+    problem: Problem, time_limit_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0, *, clock: Clock | None = None
+) -> Solution:
     """Returns the cheapest feasible choice found within the time limit (seconds of wall time).
 
-    Stops early once (cost − lower bound) / cost is at most `gap_limit`. Deterministic for a given seed
-    when it stops as "optimal" without having needed the clock, as small problems do. Raises InfeasibleError
-    when no choice meets the usage limit, or none was found, naming the smallest peak usage known.
+    clock: ends the search, instead of a time limit; by one that counts work it is deterministic for a given seed. By
+    time it is when it stops as "optimal" without having needed the limit, as small problems do. Stops early once
+    (cost − lower bound) / cost is at most `gap_limit`. Raises InfeasibleError when no choice meets the usage limit, or
+    none was found, naming the smallest peak usage known.
     """
-    started = time.monotonic()
+    clock = clock or Clock.of_time(time_limit_s)
     try:
         network = reduce_problem(problem)
     except InfeasibleError as error:
-        least = minimise_peak(problem, min(time_limit_s, _PEAK_TIME_LIMIT_S), seed)
-        raise _infeasible(problem, least, proven=True) from error
-    network = replace(network, elimination_work=int(_ELIMINATION_SHARE * time_limit_s * SUMS_PER_S))
-    outcome, method = _search(network, started, time_limit_s, seed, gap_limit)
+        raise _infeasible(problem, _least_peak(problem, clock, seed), proven=True) from error
+    work = int(_ELIMINATION_SHARE * (clock.end - clock.began) * SUMS_PER_S)
+    network = replace(network, elimination_work=work)
+    worked(network.num_entries * REDUCE_S)
+    outcome, method = _search(network, clock, seed, gap_limit)
     if outcome.values is None:
-        choice = _of_least_peak(problem, time_limit_s, seed, proven=outcome.complete)
+        choice = _of_least_peak(problem, clock, seed, proven=outcome.complete)
     else:
         choice = network.expand(outcome.values)
     evaluation = evaluate(problem, choice)
     assert evaluation.feasible, f"{problem.name}: the search returned a choice that is not feasible"
     bound = min(outcome.lower_bound, evaluation.cost)
     return Solution(
-        choice, evaluation.cost, bound, evaluation.peak_usage, _stop_reason(evaluation.cost, bound, gap_limit),
-        time.monotonic() - started, seed, method,
+        choice, evaluation.cost, bound, evaluation.peak_usage,
+        _stop_reason(evaluation.cost, bound, gap_limit, clock), clock.passed_s, seed, method,
     )  # fmt: skip
 
 
-def _search(
-    network: Network, started: float, time_limit_s: float, seed: int, gap_limit: float
-) -> tuple[ExactOutcome, str]:
+def _search(network: Network, clock: Clock, seed: int, gap_limit: float) -> tuple[ExactOutcome, str]:
     """Returns what was found, and by which search."""
     outcome = _without_rows(network, seed)
     if outcome.complete:
         return outcome, f"bucket elimination and {'toulbar2' if _has_small_core(network) else 'arc consistency'}"
     if network.num_entries <= SMALL_ENTRIES:
-        outcome = search_exactly(network, started + _EXACT_SHARE * time_limit_s, seed)
+        outcome = search_exactly(network, clock.part(_EXACT_SHARE), seed)
         if outcome.complete:
             return outcome, "toulbar2, rows as needed"
-    return search_hard(network, outcome, started + time_limit_s, seed, gap_limit), "prices and neighbourhoods"
+    return search_hard(network, outcome, clock, seed, gap_limit), "prices and neighbourhoods"
 
 
 def _has_small_core(network: Network) -> bool:
@@ -98,15 +101,22 @@ def _without_rows(network: Network, seed: int) -> ExactOutcome:
     return ExactOutcome(choice, network.cost(choice), bound)
 
 
-def _stop_reason(cost: int, lower_bound: int, gap_limit: float) -> str:
+def _stop_reason(cost: int, lower_bound: int, gap_limit: float, clock: Clock) -> str:
     if cost <= lower_bound:
         return "optimal"
-    return "gap limit" if cost - lower_bound <= gap_limit * cost else "time limit"
+    return "gap limit" if cost - lower_bound <= gap_limit * cost else clock.stop_reason
 
 
-def _of_least_peak(problem: Problem, time_limit_s: float, seed: int, *, proven: bool) -> tuple[int, ...]:
+def _least_peak(problem: Problem, clock: Clock, seed: int) -> Solution:
+    """Says what limit could be met, in time of its own: of the whole limit again, some seconds at most."""
+    seconds = min(clock.end - clock.began, _PEAK_TIME_LIMIT_S)
+    own = Clock.of(seconds) if clock.is_counted else Clock.of_time(seconds)
+    return minimise_peak(problem, seed=seed, clock=own)
+
+
+def _of_least_peak(problem: Problem, clock: Clock, seed: int, *, proven: bool) -> tuple[int, ...]:
     """The choice of the least peak usage, where that fits after all; raises InfeasibleError otherwise."""
-    least = minimise_peak(problem, min(time_limit_s, _PEAK_TIME_LIMIT_S), seed)
+    least = _least_peak(problem, clock, seed)
     if problem.usage_limit is not None and least.peak_usage <= problem.usage_limit and not proven:
         return least.choice
     raise _infeasible(problem, least, proven=proven)

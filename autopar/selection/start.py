@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from autopar.clock import Clock
 from autopar.selection.exact import search_exactly
 from autopar.selection.network import Network
 from autopar.selection.problem import INFINITE
@@ -29,9 +30,9 @@ def frugal_choice(parts: Subproblems) -> list[int]:
     return values
 
 
-def fitting_choice(network: Network, deadline: float, seed: int) -> list[int] | None:
+def fitting_choice(network: Network, clock: Clock, seed: int) -> list[int] | None:
     """Returns a choice that fits, searched for by usage with no regard to cost; None when none was found in time."""
-    return search_exactly(_priced_by_usage(network), deadline, seed).values
+    return search_exactly(_priced_by_usage(network), clock, seed).values
 
 
 def _priced_by_usage(network: Network) -> Network:

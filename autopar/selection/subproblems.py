@@ -7,16 +7,17 @@ part whose variables are near each other in the graph, or live at one crowded ti
 from __future__ import annotations
 
 import random
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from autopar.clock import Clock, worked
 from autopar.selection.exact import ExactOutcome, search_exactly
 from autopar.selection.network import Network, Use
 from autopar.selection.problem import INFINITE, Int64Array
 from autopar.selection.usage import Usage
+from autopar.tunables import PART_S, REDUCE_S
 
 _BRANCHING = 8
 """At most so many neighbours of one variable join at a time, lest a hub's crowd out all else."""
@@ -27,11 +28,12 @@ _MOST_S = 5.0
 
 
 def search_part(
-    part: Network, deadline: float, seed: int, times: Iterable[int], upper_bound: int = INFINITE
+    part: Network, clock: Clock, seed: int, times: Iterable[int], upper_bound: int = INFINITE
 ) -> ExactOutcome:
     """Searches a part for the cheapest choice below `upper_bound`, for a few seconds at most."""
+    worked(PART_S + part.num_entries * REDUCE_S)
     return search_exactly(
-        part, min(deadline, time.monotonic() + _MOST_S), seed, upper_bound=upper_bound, backtracks=_BACKTRACKS,
+        part, clock.within(_MOST_S), seed, upper_bound=upper_bound, backtracks=_BACKTRACKS,
         times=times, small_entries=_SMALL_ENTRIES,
     )  # fmt: skip
 

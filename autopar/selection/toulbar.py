@@ -15,13 +15,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from autopar.clock import is_interrupted
+from autopar.clock import Clock, is_interrupted, work_done_s, worked, worked_beside
 from autopar.selection import toulbar_worker
 from autopar.selection.elimination import Core
 from autopar.selection.network import Network
 from autopar.selection.problem import INFINITE
 from autopar.selection.toulbar_worker import NO_BACKTRACK_LIMIT, NetworkRequest, Result
 from autopar.selection.usage import Row
+from autopar.tunables import MESSAGE_PASSES, NODE_S, ROW_NODE_S, TABLE_S
 
 _GRACE_S = 0.5
 """What a search may take after its deadline to hand over what it has, before it is killed."""
@@ -29,6 +30,22 @@ _LOOK_S = 0.1
 """How often a wait looks for interrupts."""
 _LIBRARY_LOCK = threading.Lock()
 """toulbar2 keeps its state in globals."""
+
+
+def backtracks_within(clock: Clock, network: Network, rows: Sequence[Row]) -> int:
+    """How many a search may take by what is left of a clock that counts work; any number by one that shows the time."""
+    if not clock.is_counted:
+        return NO_BACKTRACK_LIMIT
+    node_s = network.num_entries * NODE_S + sum(row.num_usages for row in rows) * ROW_NODE_S
+    return max(1, min(NO_BACKTRACK_LIMIT, int(max(0.0, clock.left_s) / node_s)))
+
+
+def _work_s(request: NetworkRequest, result: Result) -> float:
+    """What a search took, by what it read and the nodes of its tree."""
+    entries = sum(table.size for table in (*request["unary"], *(matrix for _, _, matrix in request["pairs"])))
+    usages = sum(len(usage) for _, row in request["rows"] for usage in row.values())
+    passes = MESSAGE_PASSES if request["message_passing"] else 1
+    return (entries + usages) * passes * TABLE_S + result["nodes"] * (entries * NODE_S + usages * ROW_NODE_S)
 
 
 def minimise_here(network: Network, rows: Sequence[Row], upper_bound: int, backtracks: int, seed: int) -> Result:
@@ -39,7 +56,9 @@ def minimise_here(network: Network, rows: Sequence[Row], upper_bound: int, backt
     if settled is not None:
         return settled
     with _LIBRARY_LOCK:
-        return _restored(toulbar_worker.run(request), core)
+        result = toulbar_worker.run(request)
+    worked(_work_s(request, result))
+    return _restored(result, core)
 
 
 class SearchHere:
@@ -48,9 +67,11 @@ class SearchHere:
     done = True
 
     def __init__(self, network: Network, rows: Sequence[Row], upper_bound: int, backtracks: int, seed: int) -> None:
+        before = work_done_s()
         self._result = minimise_here(network, rows, upper_bound, backtracks, seed)
+        self.work_s = work_done_s() - before
 
-    def result(self, deadline: float) -> Result:
+    def result(self, wait_until: float) -> Result:
         """Returns what was found."""
         return self._result
 
@@ -73,6 +94,7 @@ class SearchApart:
         request, self._core = _request(network, rows, upper_bound, seed)
         request["backtrack_limit"], request["interruptible"] = backtracks, True
         request["message_passing"] = message_passing
+        self._request, self._began, self.work_s = request, work_done_s(), 0.0
         self._settled = _settled(self._core, upper_bound)
         if self._settled is not None:
             return
@@ -90,19 +112,21 @@ class SearchApart:
         """Whether the search has ended."""
         return self._settled is not None or self._process.poll() is not None
 
-    def result(self, deadline: float) -> Result:
-        """Waits until the search ends or the deadline (of time.monotonic), then returns what it has."""
+    def result(self, wait_until: float) -> Result:
+        """Waits until the search ends, or until then (of time.monotonic), and returns what it has."""
         if self._settled is not None:
             return self._settled
-        if not self._ended_within(max(0.0, deadline - time.monotonic())):
+        if not self._ended_within(max(0.0, wait_until - time.monotonic())):
             self.interrupt()
             self._ended_within(_GRACE_S)
         if self._process.poll() != 0:
             self.cancel()
-            return Result(choice=None, lower_bound=0, complete=False)
+            return Result(choice=None, lower_bound=0, complete=False, nodes=0)
         with self._output as file:
             file.seek(0)
             result: Result = pickle.load(file)
+        self.work_s = _work_s(self._request, result)
+        worked_beside(self.work_s, self._began)
         return _restored(result, self._core)
 
     def interrupt(self) -> None:
@@ -157,8 +181,8 @@ def _settled(core: Core | None, upper_bound: int) -> Result | None:
     if core is None or (core.unary and core.constant < upper_bound):
         return None
     if core.constant >= upper_bound:
-        return Result(choice=None, lower_bound=upper_bound, complete=True)
-    return Result(choice=core.expand([]), lower_bound=core.constant, complete=True)
+        return Result(choice=None, lower_bound=upper_bound, complete=True, nodes=0)
+    return Result(choice=core.expand([]), lower_bound=core.constant, complete=True, nodes=0)
 
 
 def _restored(result: Result, core: Core | None) -> Result:
@@ -167,4 +191,4 @@ def _restored(result: Result, core: Core | None) -> Result:
         return result
     choice = None if result["choice"] is None else core.expand(result["choice"])
     bound = min(INFINITE, result["lower_bound"] + core.constant)
-    return Result(choice=choice, lower_bound=bound, complete=result["complete"])
+    return Result(choice=choice, lower_bound=bound, complete=result["complete"], nodes=result["nodes"])

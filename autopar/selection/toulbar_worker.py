@@ -51,6 +51,8 @@ class Result(TypedDict):
     """No choice costs less than this, or than the upper bound."""
     complete: bool
     """Whether the search ended by itself."""
+    nodes: int
+    """Of the search tree: what the search took."""
 
 
 def run(request: NetworkRequest) -> Result:
@@ -62,13 +64,14 @@ def run(request: NetworkRequest) -> Result:
     cfn = _new(scaled_top, request)
     _post(cfn, request, scale, scaled_top)
     found = cfn.Solve(timeLimit=_A_LONG_TIME_S if request["interruptible"] else 0)
-    complete = not cfn.Option.limited
+    complete, nodes = not cfn.Option.limited, int(cfn.GetNbNodes())
     if found is None:
         # Nothing costs less than `top`; when that is more than any choice can cost, nothing is feasible.
         bound = request["upper_bound"] if complete else _whole(cfn.GetDDualBound()) * scale
-        return Result(choice=None, lower_bound=bound, complete=complete)
+        return Result(choice=None, lower_bound=bound, complete=complete, nodes=nodes)
     bound = _whole(found[1]) if complete else min(_whole(found[1]), _whole(cfn.GetDDualBound()))
-    return Result(choice=[int(value) for value in found[0]], lower_bound=bound * scale, complete=complete)
+    choice = [int(value) for value in found[0]]
+    return Result(choice=choice, lower_bound=bound * scale, complete=complete, nodes=nodes)
 
 
 def _whole(bound: float) -> int:

@@ -154,7 +154,7 @@ class _Annealing:
         if count >= self.limit:
             return f"all {count:,} proposals made"
         if self.clock.is_over:
-            return f"time limit after {count:,} proposals"
+            return f"{self.clock.stop_reason} after {count:,} proposals"
         return self._without_gain if count - self.improved_at >= max(1, self.limit // 2) else ""
 
     @property

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.clock import Clock
+from autopar.clock import Clock, worked
 from autopar.substitute.defined import OPAQUE, Definition, Values
 from autopar.substitute.lowering import PARTS
 from autopar.substitute.matching import Match, Matcher
 from autopar.substitute.rewriting import rewritten
+from autopar.tunables import TRY_S
 
 ALPHA = 1.05
 """How much more than the best a graph may cost to be looked at: TASO's value."""
@@ -63,7 +64,7 @@ class _BacktrackingLimits(NamedTuple):
     def reached(self, seen: int, since: int) -> str:
         """Which limit is reached; "" if none is. since: substitutions tried since the best graph."""
         if self.clock.is_over:
-            return f"the time limit of {self.seconds:.3g} s"
+            return f"the {self.clock.stop_reason} of {self.seconds:.3g} s"
         if seen >= self.most:
             return f"the limit of {self.most} graphs"
         return f"no gain in {self.patience} substitutions" if since >= self.patience else ""
@@ -82,7 +83,7 @@ class Backtracking:
     def run(self, values: Values, seconds: float, most: int = 1 << 30, patience: int = 1 << 30) -> Outcome:
         """The cheapest graphs that are reached within limits.
 
-        seconds: of time. most: of graphs met. patience: of substitutions tried since the best graph was met.
+        seconds: of work. most: of graphs met. patience: of substitutions tried since the best graph was met.
         """
         return self.on(FoundGraph(values, (), (), self.cost(values)), seconds, most, patience)
 
@@ -96,6 +97,7 @@ class Backtracking:
             _, _, now, following = queue[0]
             for new in following:
                 tried += 1
+                worked(TRY_S)
                 if new is not None and new.cost_ns <= self.alpha * best:
                     heapq.heappush(queue, (new.cost_ns, len(seen), new, self._next(new, seen)))
                     found.append(new)

@@ -67,6 +67,7 @@ class UnequalSearch:
         self.known: dict[Hashable, Plan] = {}
         self.tried: dict[UnequalSetting, Plan | None] = {}
         self.refusals: list[Exception] = []
+        self.ended = "no neighbour is faster"
 
     def run(self, report: Report) -> list[tuple[UnequalSetting, Plan]]:
         """The plans that were found. Raises InfeasibleError when none fits."""
@@ -130,8 +131,11 @@ class UnequalSearch:
             yield replace(setting, schedule=schedule)
 
     def _better(self, best: _Best | None, setting: UnequalSetting, report: Report) -> _Best | None:
-        """The better of the best so far and a setting, unless it was tried, or time is over."""
-        if setting in self.tried or (best is not None and self.clock.is_over):
+        """The better of the best so far and a setting, unless it was tried, or the clock has ended."""
+        if setting in self.tried:
+            return best
+        if best is not None and self.clock.is_over:
+            self.ended = self.clock.stop_reason
             return best
         plan = self.tried[setting] = self._planned(setting)
         step_ns = None if plan is None else plan.predicted.step_time_ns
@@ -164,9 +168,8 @@ class UnequalSearch:
 
     def reported(self, setting: UnequalSetting, plan: Plan) -> Plan:
         """The plan with how it was found."""
-        why = "time is over" if self.clock.is_over else "no neighbour is faster"
         plan = replace(plan, search=replace(plan.search, seconds=round(self.clock.passed_s, 3)))
-        return _reported(self._stages(setting), plan, f"{why} after {len(self.tried)} settings")
+        return _reported(self._stages(setting), plan, f"{self.ended} after {len(self.tried)} settings")
 
 
 def searched_kinds(

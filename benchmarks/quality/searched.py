@@ -30,7 +30,6 @@ from autopar.ir.plan import Plan
 from autopar.pipeline import planned_jointly
 from autopar.request import BUDGETS, Request
 from autopar.simulate import Incremental
-from autopar.staged import finalists
 from autopar.trace import trace
 from autopar.unequal import stages
 from benchmarks.facts import facts
@@ -51,7 +50,7 @@ def counting() -> Iterator[Counter[str]]:
     """Counts solved problems, and simulations of whole plans or of their differences."""
     counts = Counter[str]()
     asked: list[tuple[Any, str, str]] = [(Placements, "plan", "solved"), (Placements, "trade_offs", "solved")]
-    asked += [(module, "simulate", "simulations") for module in (finalists, planning, stages)]
+    asked += [(module, "simulate", "simulations") for module in (planning, stages)]
     asked += [(Incremental, "_played_now", "simulations")]
     with ExitStack() as stack:
         for owner, name, kind in asked:

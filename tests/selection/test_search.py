@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autopar.clock import Clock
 from autopar.errors import InfeasibleError
-from autopar.selection import hard, solver
+from autopar.selection import hard, solver, toulbar
 from autopar.selection.branching import PriceBranching, split, without_what_cannot_fit
 from autopar.selection.duals import PriceSearch
 from autopar.selection.evaluator import evaluate
@@ -33,8 +35,8 @@ from tests.selection.oracle import every_value, least_cost, least_peak, random_p
 UNKNOWN = ExactOutcome(None, INFINITE, 0)
 
 
-def later(seconds: float = 20.0) -> float:
-    return time.monotonic() + seconds
+def later(seconds: float = 20.0) -> Clock:
+    return Clock.of_time(seconds)
 
 
 def case(seed: int, **how: float) -> tuple[Problem, Network, int | None]:
@@ -92,7 +94,7 @@ def test_no_search_leaves_a_trace_on_the_next(backtracks: int) -> None:
 def test_search_apart_agrees_with_search_here(message_passing: bool) -> None:
     _, network, _ = case(2, tightness=1.0)
     here = minimise_here(network, (), INFINITE, NO_BACKTRACK_LIMIT, 0)
-    apart = SearchApart(network, (), INFINITE, 0, message_passing=message_passing).result(later())
+    apart = SearchApart(network, (), INFINITE, 0, message_passing=message_passing).result(later().wait_until)
     assert apart["choice"] is not None and here["choice"] is not None
     assert network.cost(apart["choice"]) == network.cost(here["choice"]) == apart["lower_bound"]
 
@@ -109,7 +111,7 @@ def hard_network(num_variables: int = 120) -> Network:
 def test_a_search_apart_ends_at_its_deadline_and_claims_no_proof() -> None:
     network = hard_network()
     started = time.monotonic()
-    result = SearchApart(network, (), INFINITE, 0).result(later(2.0))
+    result = SearchApart(network, (), INFINITE, 0).result(later(2.0).wait_until)
     assert time.monotonic() - started < 10
     assert not result["complete"]
     if result["choice"] is not None:
@@ -237,7 +239,7 @@ def test_neighbourhoods_only_improve_always_fit_and_reach_the_optimum(seed: int)
 def test_neighbourhoods_stop_at_the_deadline() -> None:
     _, network, _ = case(3, tightness=1.0, forbidden=0.0)
     search = NeighbourhoodSearch(Subproblems(network), [0] * network.num_variables, 0)
-    assert not search.step(time.monotonic() - 1)
+    assert not search.step(later(-1.0))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -286,10 +288,11 @@ def test_a_choice_that_fits_is_found_wherever_there_is_one(seed: int) -> None:
         assert network.cost(values) < INFINITE and Usage(network).excess(values).max(initial=0) <= 0
 
 
+@pytest.mark.parametrize("clock", [Clock.of, Clock.of_time])
 @pytest.mark.parametrize("seed", range(8))
-def test_the_hard_search_proves_the_optimum_of_easy_problems(seed: int) -> None:
+def test_the_hard_search_proves_the_optimum_of_easy_problems(seed: int, clock: Callable[[float], Clock]) -> None:
     _, network, least = case(seed, num_nodes=8, tightness=0.35)
-    outcome = hard.search_hard(network, UNKNOWN, later(), 0, 0.0)
+    outcome = hard.search_hard(network, UNKNOWN, clock(20.0), 0, 0.0)
     assert outcome.complete
     assert outcome.cost == (INFINITE if least is None else least)
 
@@ -297,11 +300,25 @@ def test_the_hard_search_proves_the_optimum_of_easy_problems(seed: int) -> None:
 def test_the_hard_search_keeps_its_deadline_and_a_valid_bound() -> None:
     network = hard_network(60)
     started = time.monotonic()
-    outcome = hard.search_hard(network, UNKNOWN, started + 6.0, 0, 0.0)
+    outcome = hard.search_hard(network, UNKNOWN, later(6.0), 0, 0.0)
     assert time.monotonic() - started < 12
     assert outcome.values is not None
     assert outcome.cost == network.cost(outcome.values)
     assert outcome.lower_bound < outcome.cost, "this network is not solved in seconds"
+
+
+def test_the_hard_search_by_work_finds_the_same_whatever_time_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, honest = hard_network(60), toulbar.SearchApart.result
+    first = hard.search_hard(network, UNKNOWN, Clock.of(1.0), 0, 0.0)
+
+    def late(search: SearchApart, wait_until: float) -> Result:
+        time.sleep(0.3)
+        return honest(search, wait_until)
+
+    monkeypatch.setattr(toulbar.SearchApart, "result", late)
+    again = hard.search_hard(network, UNKNOWN, Clock.of(1.0), 0, 0.0)
+    assert first.values is not None and not first.complete
+    assert again == first
 
 
 def test_the_hard_search_proves_what_no_row_binds_with_more_than_a_first_try(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +333,7 @@ def test_a_search_that_elimination_settles_needs_no_process() -> None:
     _, network, _ = case(2, num_nodes=3, tightness=1.0)
     search = SearchApart(network, (), INFINITE, 0)
     search.interrupt()
-    assert search.done and search.result(later())["complete"]
+    assert search.done and search.result(later().wait_until)["complete"]
     search.cancel()
 
 

@@ -97,7 +97,7 @@ def test_memory_is_found_for_a_start_that_does_not_fit() -> None:
 
 @pytest.mark.parametrize(
     ("proposals", "seconds", "reason"),
-    [(1, 60.0, "all 1 proposals made"), (100, -1.0, "time limit after"), (600, 60.0, "half of 600 proposals without")],
+    [(1, 60.0, "all 1 proposals made"), (100, -1.0, "work limit after"), (600, 60.0, "half of 600 proposals without")],
 )
 def test_it_says_why_it_stopped(proposals: int, seconds: float, reason: str) -> None:
     assert run(world()[1], proposals=proposals, seconds=seconds)[1].stop_reason.startswith(reason)

@@ -57,7 +57,7 @@ function rewrites(plan) {
   );
 }
 
-const seconds = (found) => `${Number(found.seconds.toPrecision(2))} s`;
+const seconds = (found) => `${Number(found.seconds.toPrecision(2))} s of work`;
 
 function moduleList(modules) {
   const named = modules.filter(Boolean);
