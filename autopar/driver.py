@@ -6,9 +6,9 @@
     best     of the plans that a profile cannot tell from the fastest, the one of the fewest substitutions
 
 After each pass the best plan is verified. What the verifier refuses is left out, with its reason as a row of the
-report, and the next best takes its place. An interrupt, or the guard of the clock, leaves the best so far. Where nothing is
-left a refusal is raised, that which names how much memory would do if there is one. `AUTOPAR_DUMP=folder` has every
-plan written between passes.
+report, and the next best takes its place. An interrupt, or the guard of the clock, leaves the best so far. Where
+nothing is left a refusal is raised, that which names how much memory would do if there is one. `AUTOPAR_DUMP=folder`
+has every plan written between passes.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from dataclasses import replace
 from autopar.errors import PlacementError, PlanError
 from autopar.ir.buffers import update_line
 from autopar.ir.constraint import Constraint
-from autopar.ir.graph import Graph, Node, Tensor
+from autopar.ir.graph import Graph, Node, Tensor, found_once
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import Axis, I, P, Placement, R, S, Type, format_placement, local_shape
 from autopar.ir.plan import NodePlan, Plan, Redistribute, Stage
@@ -45,6 +45,7 @@ def divisible(graph: Graph, count: int) -> bool:
     return True
 
 
+@found_once
 def microbatch_types(graph: Graph, count: int) -> Types:
     """How each node runs on the microbatch axis.
 
@@ -52,28 +53,6 @@ def microbatch_types(graph: Graph, count: int) -> Types:
     product of two sums over the batch), or where what forward makes of a stored tensor depends on the batch, naming
     node and source line.
     """
-    key = "microbatch types", str(count)
-    if key not in graph.found:
-        graph.found[key] = _find_types(graph, count)
-    found: Types = graph.found[key]
-    return found
-
-
-def divided_graph(graph: Graph, count: int) -> Graph:
-    """That of one of so many microbatches, one for all who ask: the same nodes, on tensors cut as they are needed.
-
-    The graph itself for one. Raises PlanError as `microbatch_types` does.
-    """
-    if count == 1:
-        return graph
-    key = "microbatch", str(count)
-    if key not in graph.found:
-        graph.found[key] = _one_microbatch(graph, microbatch_types(graph, count), count)
-    found: Graph = graph.found[key]
-    return found
-
-
-def _find_types(graph: Graph, count: int) -> Types:
     inputs = batch_inputs(graph)
     batch = graph.tensors[inputs[0]].shape[0] if inputs else 0
     if not batch or batch % count:
@@ -90,6 +69,14 @@ def _find_types(graph: Graph, count: int) -> Types:
         )
     _check_updates(graph, current)
     return types
+
+
+def divided_graph(graph: Graph, count: int) -> Graph:
+    """That of one of so many microbatches, one for all who ask: the same nodes, on tensors cut as they are needed.
+
+    The graph itself for one. Raises PlanError as `microbatch_types` does.
+    """
+    return graph if count == 1 else _one_microbatch(graph, count)
 
 
 def _check_updates(graph: Graph, types: Mapping[str, Type]) -> None:
@@ -205,8 +192,9 @@ def _mixes_samples(graph: Graph, node: Node, plan: NodePlan) -> bool:
 # Between the step and one microbatch ----------------------------------------
 
 
-def _one_microbatch(graph: Graph, types: Types, count: int) -> Graph:
-    axes = (Axis(MICROBATCH, count, 1),)
+@found_once
+def _one_microbatch(graph: Graph, count: int) -> Graph:
+    types, axes = microbatch_types(graph, count), (Axis(MICROBATCH, count, 1),)
     cut: dict[str, Placement] = {name: (S(0),) for name in batch_inputs(graph)}
     for node in graph.nodes:
         cut.update(zip(node.results, types[node.name].results, strict=True))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph, Node, found_once
 from autopar.ir.structure import is_random
 
 _IMBALANCE = 1.25
@@ -168,16 +168,10 @@ def _beside(graph: Graph, members: Members) -> dict[str, int]:
     return found
 
 
+@found_once
 def portable_nodes(graph: Graph) -> set[str]:
     """Nodes that depend on inputs and constants alone, or on stored tensors alone, not on chance, and that make nothing
     that is stored."""
-    if ("portable nodes", "") not in graph.found:
-        graph.found["portable nodes", ""] = _find_portable_nodes(graph)
-    found: set[str] = graph.found["portable nodes", ""]
-    return found
-
-
-def _find_portable_nodes(graph: Graph) -> set[str]:
     kinds: dict[str, str] = dict.fromkeys(graph.inputs, "input")
     kinds |= {item.tensor: "stored" if item.kind == "parameter" else "constant" for item in graph.stored}
     kinds |= {item.tensor: "activation" for item in graph.stored if item.name in graph.mutations}

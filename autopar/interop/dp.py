@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -253,6 +254,21 @@ class _Ranges:
             self._fitting[key] = last
         return self._fitting[key]
 
+    def last_fitting_from(self, begin: int, num_in_flight: int, limit: int) -> int:
+        """The last end of a stage from one layer on that fits; the layer itself where none does."""
+        resident, activations, workspace = self._listed
+        last, free = begin, limit + resident[begin] + num_in_flight * activations[begin]
+        for power in reversed(range(self.kind.num_layers.bit_length())):
+            end = min(last + (1 << power), self.kind.num_layers)
+            if resident[end] + num_in_flight * activations[end] + max(workspace[begin:end]) <= free:
+                last = end
+        return last
+
+    @cached_property
+    def _listed(self) -> tuple[list[int], list[int], list[int]]:
+        """What stays and activations, until each layer, and workspaces: for single ranges faster than arrays."""
+        return self.resident_until.tolist(), self.activations_until.tolist(), self.kind.workspace_bytes.tolist()
+
 
 class _Bounds(NamedTuple):
     """What a stage may take at most. memory_limit: in place of the kind's own, if not 0."""
@@ -424,8 +440,24 @@ class _Search:
             return 0
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._least_sum(int(NEVER), middle) is None else (low, middle)
+            low, high = (low, middle) if self._has_stages(middle) else (middle, high)
         return high
+
+    def _has_stages(self, limit: int) -> bool:
+        """Whether there are stages within a limit, where submeshes tile.
+
+        Of one kind each stage may take all that fits: that leaves the least for those behind it, and fewer layers, with
+        no more in flight, take no more.
+        """
+        if len(self.ranges) > 1:
+            return self._least_sum(int(NEVER), limit) is not None
+        (ranges,), begin = self.ranges, 0
+        for count in range(self.num_devices // ranges.kind.num_devices, 0, -1):
+            end = ranges.last_fitting_from(begin, in_flight(self.schedule, count, self.microbatches), limit)
+            if end in (begin, self.num_layers):
+                return end > begin
+            begin = end
+        return False
 
 
 def _reachable(sizes: set[int], num_devices: int, max_stages: int) -> list[set[int]]:

@@ -16,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -139,6 +140,7 @@ class _Builder:
         self.whole, self.copies, self.keep = whole, copies, keep
         self.graph, self.blocks, self.axes, self.costs = graph, blocks, axes, costs
         self.storage_options, self.rules = storage_options, ConstraintIndex(constraints)
+        self._permits = cache(partial(permitted, axes=axes))
         self.variables: list[ChoiceVariable] = []
         self.strategies: dict[str, tuple[Strategies, list[int]]] = {}
         self._alike: dict[Hashable, Strategies] = graph.found.setdefault(("strategies", unnamed_text(axes)), {})
@@ -314,11 +316,9 @@ class _Builder:
         rules = self._matching(what, names, tensor)
         if options and not rules:
             return options, [0] * len(options)
+        permits = partial(self._permits, differentiable=tensor.differentiable)
         for option in options:
-            broken = [
-                rule for rule in rules
-                if not all(permitted(rule, p, self.axes, tensor.differentiable) for p in placements(option, rule))
-            ]  # fmt: skip
+            broken = [rule for rule in rules if not all(permits(rule, p) for p in placements(option, rule))]
             if all(rule.soft for rule in broken):
                 kept.append(option)
                 penalties.append(SOFT_PENALTY_NS * len(broken))

@@ -94,17 +94,19 @@ class ProfiledCosts:
 
     def _passes_ns(self, node: Node, strategies: Strategies) -> list[tuple[int, int]]:
         """What all passes of a microbatch take, and its forward pass; found once for calls that are alike, in whatever
-        plans of the graph."""
-        key = call_key(self.graph, node), id(strategies)
-        known = self._passes.get(key)
-        if known is None or known[0] is not strategies:
-            known = self._passes[key] = strategies, [self._pass_ns(node, strategy) for strategy in strategies]
-        return known[1]
+        plans of the graph, and whatever constraints leave of their strategies."""
+        known = self._passes.setdefault(call_key(self.graph, node), {})
+        for strategy in strategies:
+            if id(strategy) not in known:
+                known[id(strategy)] = strategy, self._pass_ns(node, strategy)
+        return [known[id(strategy)][1] for strategy in strategies]
 
     @cached_property
-    def _passes(self) -> dict[Hashable, tuple[Strategies, list[tuple[int, int]]]]:
+    def _passes(self) -> dict[Hashable, dict[int, tuple[Strategy, tuple[int, int]]]]:
+        """By call and by the identity of a strategy, which is kept with it: a strategy's hash takes as long as all
+        else."""
         known: dict[Hashable, Any] = self.graph.found.setdefault(("passes", unnamed_text(self.axes)), {})
-        found: dict[Hashable, tuple[Strategies, list[tuple[int, int]]]]
+        found: dict[Hashable, dict[int, tuple[Strategy, tuple[int, int]]]]
         found = known.setdefault((self.profile, self.devices_per_node, self.train), {})
         return found
 

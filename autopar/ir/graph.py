@@ -10,8 +10,8 @@ import hashlib
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from functools import cached_property, wraps
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from autopar.ir.placement import Placement
 
@@ -280,6 +280,35 @@ class Graph:
     def made_shape(self, name: str) -> tuple[int, ...]:
         """The shape that a tensor is made in, which a microbatch may read a slice of."""
         return self.whole_shapes.get(name, self.tensors[name].shape)
+
+
+_Of = ParamSpec("_Of")
+_Found = TypeVar("_Found")
+
+
+def found_once(find: Callable[Concatenate[Graph, _Of], _Found]) -> Callable[Concatenate[Graph, _Of], _Found]:
+    """A function that finds out about a graph but once what it returns; what else it is given, it is told apart by."""
+    name = f"{find.__module__}.{find.__name__}"
+
+    @wraps(find)
+    def known(graph: Graph, /, *of: _Of.args, **named: _Of.kwargs) -> _Found:
+        key = name, repr((of, named)) if of or named else ""
+        if key not in graph.found:
+            graph.found[key] = find(graph, *of, **named)
+        found: _Found = graph.found[key]
+        return found
+
+    return known
+
+
+def needed(nodes: Sequence[Node], wanted: set[str]) -> list[Node]:
+    """Those of the nodes, in their order, by which what is wanted is made; what these read is wanted from then on."""
+    found = []
+    for node in reversed(nodes):
+        if not wanted.isdisjoint(node.results):
+            wanted.update(node.operands)
+            found.append(node)
+    return found[::-1]
 
 
 _PLAIN = frozenset({bool, int, float, str, type(None), Atom})

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from autopar.errors import PlacementError, PlanError
 from autopar.ir.buffers import update_line
-from autopar.ir.graph import Graph, Node, Tensor
+from autopar.ir.graph import Graph, Node, Tensor, found_once
 from autopar.ir.mesh import MICROBATCH, LogicalMesh
 from autopar.ir.placement import Placement, Type, format_placement
 from autopar.ir.plan import Plan, Stage, Storage
@@ -55,10 +55,13 @@ def stage_graph(graph: Graph, plan: Plan, index: int) -> Graph:
 
 def stage_nodes(graph: Graph, stage: Stage) -> list[Node]:
     """What runs in a stage, in the order of the graph."""
-    if ("positions", "") not in graph.found:
-        graph.found["positions", ""] = {node.name: position for position, node in enumerate(graph.nodes)}
-    position = graph.found["positions", ""]
+    position = _positions(graph)
     return [graph.nodes[place] for place in sorted(position[name] for name in stage.nodes if name in position)]
+
+
+@found_once
+def _positions(graph: Graph) -> dict[str, int]:
+    return {node.name: position for position, node in enumerate(graph.nodes)}
 
 
 def answered_values(graph: Graph, plan: Plan, index: int) -> tuple[tuple[str, Placement], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from autopar.ir.graph import IDENTITY, Graph, Node
+from autopar.ir.graph import IDENTITY, Graph, Node, found_once
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Stage
@@ -139,19 +139,16 @@ def block_paths(graph: Graph, recompute: Iterable[str] = ()) -> set[str]:
     return {path for node in running for path, _ in node.scope.path[:-1] if path} | set(recompute)
 
 
+@found_once
 def tensors_of_inputs(graph: Graph) -> frozenset[str]:
     """What follows from the model's inputs, constants and buffers that stay, without chance or parameters: several
     microbatches can know it of the whole batch before the first of them."""
-    key = ("tensors of inputs", "")
-    if key not in graph.found:
-        known = {name for name in graph.inputs if name not in graph.received}
-        known |= {s.tensor for s in graph.stored if s.kind != "parameter" and s.name not in graph.mutations}
-        for node in graph.nodes:
-            if known.issuperset(node.operands) and not is_random(node):
-                known.update(node.results)
-        graph.found[key] = frozenset(known)
-    found: frozenset[str] = graph.found[key]
-    return found
+    known = {name for name in graph.inputs if name not in graph.received}
+    known |= {s.tensor for s in graph.stored if s.kind != "parameter" and s.name not in graph.mutations}
+    for node in graph.nodes:
+        if known.issuperset(node.operands) and not is_random(node):
+            known.update(node.results)
+    return frozenset(known)
 
 
 def batch_inputs(graph: Graph) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph, Node, found_once
 from autopar.ir.placement import Shape
 from autopar.ops.call import argument, base_name
 from autopar.ops.work import sizes_of
@@ -40,15 +40,9 @@ class Copied(NamedTuple):
     factors: Mapping[str, tuple[int, ...]]
 
 
+@found_once
 def copied(graph: Graph) -> Copied:
-    """What is copied in a graph, found once."""
-    if ("copied", "") not in graph.found:
-        graph.found["copied", ""] = _find(graph)
-    found: Copied = graph.found["copied", ""]
-    return found
-
-
-def _find(graph: Graph) -> Copied:
+    """What is copied in a graph."""
     strides = {name: contiguous_strides(tensor.shape) for name, tensor in graph.tensors.items()}
     reshapes, rows, factors = set(), set(), dict[str, tuple[int, ...]]()
     for node in graph.nodes:

@@ -175,6 +175,14 @@ def _rules(graph: Graph, node: Node) -> NodeRules:
 
 def call_key(graph: Graph, node: Node) -> Hashable:
     """Equal for calls of a graph that have the same rules, limits and prices: names alone tell them apart."""
+    known = graph.found.setdefault(("call keys", ""), {})  # by identity; the node is kept with its key
+    if id(node) not in known:
+        known[id(node)] = node, _call_key(graph, node)
+    key: Hashable = known[id(node)][1]
+    return key
+
+
+def _call_key(graph: Graph, node: Node) -> Hashable:
     order = {name: f"tensor {number}" for number, name in enumerate(dict.fromkeys((*node.operands, *node.results)))}
     tensors = [graph.tensors[name] for name in order]
     return (

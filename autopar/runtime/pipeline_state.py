@@ -129,25 +129,12 @@ class PipelineState(ProgramState):
                     parameter.local.zero_()
                 _sum(parameter, parameter.local, tie)
 
-    def full_gradients(self) -> dict[str, Tensor]:
-        """Whole gradients of the parameters that have one, of all stages, on every rank."""
-        grads = {name: stored.tensor.grad for name, stored in self.parameters.items()}
-        own = {name: grad for name, grad in grads.items() if grad is not None}
-        everyone: list[list[str]] = comm.gather_objects(list(own), self._world)
-        known = {name for names in everyone for name in names}
-        whole = self._spread(own, [name for name in self._catalog.declared if name in known])
-        full = self.packings.unpacked(whole)
-        return full | {name: full[primary] for name, primary in self.tied.items() if primary in full}
-
-    def _whole_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        declared = self._catalog.declared.items()
-        return self._spread(tensors, [n for n, item in declared if isinstance(item, Parameter) or item.persistent])
-
     @torch.no_grad()
-    def _spread(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-        """Whole tensors on every rank, from those of the stage that speaks for each."""
+    def _whole_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of all stages, each from the stage that speaks for it."""
+        known = frozenset[str]().union(*comm.gather_objects(list(tensors), self._world))
         full = {}
-        for name in names:
+        for name in filter(known.__contains__, self._catalog.declared):
             stage, declared = self._catalog.stages[name][0], self._catalog.declared[name]
             if stage in self._parts:
                 whole = whole_tensor(tensors[name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from autopar.errors import PlanError
 from autopar.selection.problem import INFINITE, Problem
@@ -18,8 +19,6 @@ class Evaluation:
     """Sum of node and edge costs; `INFINITE` when the choice takes a forbidden entry."""
     peak_usage: int
     """The largest usage at any time."""
-    peak_time: int | None
-    """The first time of the peak; None when no node is ever live."""
     feasible: bool
     """Whether no forbidden entry is taken and the peak is within the problem's limit."""
 
@@ -28,9 +27,9 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
     """Evaluates one strategy number for each node; raises PlanError when the choice is malformed."""
     _check_choice(problem, choice)
     cost = _total_cost(problem, choice)
-    peak_usage, peak_time = _peak(problem, choice)
+    peak_usage = _peak(problem, choice)
     fits = problem.usage_limit is None or peak_usage <= problem.usage_limit
-    return Evaluation(cost, peak_usage, peak_time, fits and cost < INFINITE)
+    return Evaluation(cost, peak_usage, fits and cost < INFINITE)
 
 
 def _check_choice(problem: Problem, choice: Sequence[int]) -> None:
@@ -49,16 +48,11 @@ def _total_cost(problem: Problem, choice: Sequence[int]) -> int:
     return INFINITE if max(terms, default=0) >= INFINITE else min(sum(terms), INFINITE)
 
 
-def _peak(problem: Problem, choice: Sequence[int]) -> tuple[int, int | None]:
+def _peak(problem: Problem, choice: Sequence[int]) -> int:
     """Sweeps the times at which usage changes."""
     changes: defaultdict[int, int] = defaultdict(int)
     for (lo, hi), usages, strategy in zip(problem.intervals, problem.usages, choice, strict=True):
         if lo < hi:
             changes[lo] += int(usages[strategy])
             changes[hi] -= int(usages[strategy])
-    peak_usage, peak_time, usage = 0, None, 0
-    for time in sorted(changes):
-        usage += changes[time]
-        if peak_time is None or usage > peak_usage:
-            peak_usage, peak_time = usage, time
-    return peak_usage, peak_time
+    return max(accumulate(changes[time] for time in sorted(changes)), default=0)

@@ -30,24 +30,20 @@ def plan_text(plan: Plan) -> str:
         f"  search      {search.method}, {search.stop_reason}: cost {time_text(search.cost_ns)}, "
         f"lower bound of that problem {time_text(search.lower_bound_ns)}, {search.seconds:.1f} s of work",
     ]
-    if plan.mode == "train" and not plan.training:
-        lines.append(
-            "  eval mode   the model is trained as after model.eval(): no dropout, batch norms by running statistics"
-        )
-    lines += [f"  refined     {refined}"] if (refined := refinement_text(plan)) else []
-    lines += [f"  instead     {'; '.join(others)}"] if (others := runners_up(plan)) else []
+    evaluates = "the model is trained as after model.eval(): no dropout, batch norms by running statistics"
     replicated = [op for op, source in plan.coverage.items() if source.startswith("replicated")]
-    lines.append(
-        f"  coverage    {len(plan.coverage)} operators"
-        + (f", replicated: {_counted(replicated, 8)}" if replicated else ", all with rules")
-    )
-    lines.append(f"  checked against eager: {plan.checked_against_eager}")
-    if plan.sources:
-        lines.append(f"  costs       {sources_text(plan.sources)}")
-    if plan.substitutions:
-        lines.append(f"  rewritten   {substitutions_text(plan)}")
-    if plan.recompute:
-        lines.append(f"  recompute   {recompute_text(plan)}")
+    covered = f"replicated: {_counted(replicated, 8)}" if replicated else "all with rules"
+    rows = {
+        "eval mode": evaluates if plan.mode == "train" and not plan.training else "",
+        "refined": refinement_text(plan),
+        "instead": "; ".join(runners_up(plan)),
+        "coverage": f"{len(plan.coverage)} operators, {covered}",
+        "checked against eager:": str(plan.checked_against_eager),
+        "costs": sources_text(plan.sources),
+        "rewritten": substitutions_text(plan) if plan.substitutions else "",
+        "recompute": recompute_text(plan) if plan.recompute else "",
+    }
+    lines += [f"  {name.ljust(11)} {text}" for name, text in rows.items() if text]
     lines += share_lines(plan)
     lines += _forks_lines(plan)
     stages = [_stage(plan, number) for number in range(len(plan.stages))] if len(plan.stages) > 1 else []
@@ -139,7 +135,7 @@ def share_lines(plan: Plan) -> list[str]:
 def _forks_lines(plan: Plan, most: int = 4) -> list[str]:
     """A line for each fork, of the first few; those of equal blocks in one."""
     counts = Counter(re.sub(r"\.\d+(?=[. ])", ".*", fork_text(plan, f)) for s in plan.stages for f in s.forks)
-    texts = [text + (f"  ×{count}" if count > 1 else "") for text, count in counts.items()]
+    texts = [text + _times(count) for text, count in counts.items()]
     more = [f"and {len(texts) - most} forks more"] if len(texts) > most else []
     return [f"  branches    {text}" for text in (*texts[:most], *more)]
 
@@ -287,10 +283,10 @@ def screen_rows(plan: Plan) -> list[ParameterRow]:
 
     What is left over then is counted in the last.
     """
-    counts: dict[tuple[str, Storage, tuple[str, ...]], int] = {}
+    counts = Counter[ParameterRow]()
     for row in parameter_rows(plan):
-        counts[row.name, row.storage, row.used] = counts.get((row.name, row.storage, row.used), 0) + row.times
-    rows = [ParameterRow(name, times, storage, used) for (name, storage, used), times in counts.items()]
+        counts[row._replace(times=0)] += row.times
+    rows = [row._replace(times=times) for row, times in counts.items()]
     if len(rows) <= MOST_ROWS:
         return rows
     alike: dict[tuple[str, tuple[str, ...]], list[ParameterRow]] = {}

@@ -474,7 +474,7 @@ class _Reader:
         program, orders, part = self._program, self._orders, self._part
         item = program.items[number]
         own, issue = item.backward_ns, item.issue_ns[1]
-        if item.split is not None:
+        if item.split is not None and part >= 0:  # known where the pass may come in two parts, though here it is one
             own, issue = item.split.backward_ns[part], item.split.issue_ns[part]
         each, kept, last = orders.hooks_ns(number, self._name)
         activations, gradients = self._activations, self._gradients

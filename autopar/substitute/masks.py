@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autopar.errors import PlanError
-from autopar.ir.graph import Graph, Node, Ref, with_nodes
+from autopar.ir.graph import Graph, Node, Ref, needed, with_nodes
 from autopar.ir.structure import OWN_BACKWARD, constant_tensors
 from autopar.ops import run
 
@@ -51,7 +51,8 @@ def without_masks(graph: Graph, names: Sequence[str]) -> Graph:
     if not found.issuperset(names):
         wrong = sorted(set(names) - found)
         raise PlanError(f"expected attention under a causal mask at {wrong[0]!r}, found none; plan again")
-    return _live(replace(graph, nodes=tuple(_causal(node) if node.name in names else node for node in graph.nodes)))
+    nodes = [_causal(node) if node.name in names else node for node in graph.nodes]
+    return with_nodes(graph, needed(nodes, {*graph.outputs, *graph.mutations.values()}), graph.tensors)
 
 
 def _mask(node: Node) -> str | None:
@@ -103,7 +104,7 @@ def _is_triangle(mask: torch.Tensor) -> bool:
 def _computed(graph: Graph, name: str) -> torch.Tensor | None:
     """The value of a constant; None where it cannot be computed here, or is too large on the way."""
     values: dict[str, Any] = dict(graph.values)
-    for node in _needed(graph, name):
+    for node in needed(graph.nodes, {name}):
         if any(
             graph.tensors[result].num_elements > MOST_ELEMENTS for result in node.results if "expand" not in node.op
         ):
@@ -114,24 +115,3 @@ def _computed(graph: Graph, name: str) -> torch.Tensor | None:
         values.update((one, value) for one, value in results if one is not None)
     found: torch.Tensor | None = values.get(name)
     return found
-
-
-def _needed(graph: Graph, name: str) -> list[Node]:
-    """The nodes that a tensor is computed by, in order."""
-    wanted, found = {name}, []
-    for node in reversed(graph.nodes):
-        if not wanted.isdisjoint(node.results):
-            wanted.update(node.operands)
-            found.append(node)
-    return found[::-1]
-
-
-def _live(graph: Graph) -> Graph:
-    """The graph without nodes that nothing reads."""
-    wanted = {*graph.outputs, *graph.mutations.values()}
-    nodes = []
-    for node in reversed(graph.nodes):
-        if not wanted.isdisjoint(node.results):
-            wanted.update(node.operands)
-            nodes.append(node)
-    return with_nodes(graph, nodes[::-1], graph.tensors)

@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from autopar.ir.constraint import Constraint
-from autopar.ir.graph import Graph, Node, Stored, map_references
+from autopar.ir.graph import Graph, Node, Stored, found_once, map_references
 from autopar.trace.runs import find_runs, kind_of
 
 _CHILD = re.compile(r"(.*?\.|)(\d+)$")
@@ -39,20 +39,13 @@ class Blocks:
         return self.tensor_representative.get(name, name)
 
 
+@found_once
 def find_blocks(graph: Graph, constraints: Sequence[Constraint] = ()) -> Blocks:
     """The repeated blocks of the graph, outermost containers first, then long runs between them; a node belongs to at
     most one block.
 
     constraints: blocks are equal only where these ask the same of their parts.
     """
-    key = "blocks", repr(tuple(constraints))
-    if key not in graph.found:
-        graph.found[key] = _find_blocks(graph, constraints)
-    found: Blocks = graph.found[key]
-    return found
-
-
-def _find_blocks(graph: Graph, constraints: Sequence[Constraint]) -> Blocks:
     regions: dict[str | None, list[Node]] = defaultdict(list)
     for node in graph.nodes:
         regions[_block_path(node)].append(node)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autopar.ir.graph import Atom, Graph, Node, Ref, Stored, reading, with_nodes
+from autopar.ir.graph import Atom, Graph, Node, Ref, Stored, needed, reading, with_nodes
 from autopar.ir.structure import OWN_BACKWARD, is_random
 
 _IDENTITIES = {"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
@@ -121,12 +121,8 @@ def _same_results(node: Node, twin: Node) -> bool:
 
 
 def _live_nodes(nodes: list[Node], wanted: set[str]) -> list[Node]:
-    live = []
-    for node in reversed(nodes):
-        read = [name for name in node.results if name in wanted]
-        if read:
-            wanted.update(node.operands)
-            if len(read) < len(node.results):
-                node = replace(node, outputs=tuple(name if name in wanted else None for name in node.outputs))
-            live.append(node)
-    return live[::-1]
+    return [
+        node if wanted.issuperset(node.results)
+        else replace(node, outputs=tuple(name if name in wanted else None for name in node.outputs))
+        for node in needed(nodes, wanted)
+    ]  # fmt: skip

@@ -23,7 +23,7 @@ import torch
 
 from autopar.errors import TraceError
 from autopar.ir.buffers import update_line
-from autopar.ir.graph import Atom, Graph, Node, Ref, Stored, Tensor, reading_each
+from autopar.ir.graph import Atom, Graph, Node, Ref, Stored, Tensor, needed, reading_each
 from autopar.ops import run
 
 CAST = "aten._to_copy.default"
@@ -84,11 +84,7 @@ def _on_the_way(graph: Graph, parameters: Iterable[Stored]) -> set[str]:
     for item in parameters:
         shape, after = graph.tensors[item.tensor].shape, {item.tensor}
         nodes = [node for node in graph.nodes if _goes_on(graph, node, shape, after)]
-        before = {graph.mutations[item.name]}
-        for node in reversed(nodes):
-            if not before.isdisjoint(node.results):
-                before.update(node.operands)
-                found.add(node.name)
+        found.update(node.name for node in needed(nodes, {graph.mutations[item.name]}))
     return found
 
 

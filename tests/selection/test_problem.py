@@ -47,7 +47,7 @@ def test_public_format_loads_with_repeated_edges_summed(public_file: Path) -> No
 def test_evaluator_counts_costs_and_the_peak_of_live_nodes(public_file: Path) -> None:
     problem = load_problem(public_file)
     found = evaluate(problem, (0, 1, 1))
-    assert (found.cost, found.peak_usage, found.peak_time) == (15 + 65 + 45 + 40 + 84, 45, 3)
+    assert (found.cost, found.peak_usage) == (15 + 65 + 45 + 40 + 84, 45)
     assert found.feasible
     assert not evaluate(problem, (0, 0, 2)).feasible, "a forbidden strategy"
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -13,11 +15,13 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import SCHEDULES
+from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.refinement import Worlds
 from autopar.simulate import Incremental
 from autopar.simulate.incremental import simulate_whole
-from autopar.simulate.parts import PartLowering
+from autopar.simulate.parts import Lowered, PartLowering
+from autopar.simulate.segments import Segment
 from autopar.soap import Proposals
 from benchmarks.soap.delta import differences
 from tests.soap.test_space import graph
@@ -53,6 +57,16 @@ def plans(schedule: str, zero: int = 0) -> list[Plan]:
     return found
 
 
+def noting(lower: Callable[..., Lowered], noted: list[Segment]) -> Callable[..., Lowered]:
+    """As it is, and notes what segment it lowers."""
+
+    def noted_first(self: PartLowering, segment: Segment, *rest: Any) -> Lowered:
+        noted.append(segment)
+        return lower(self, segment, *rest)
+
+    return noted_first
+
+
 def microbatch(schedule: str) -> Graph:
     own = worlds(schedule)
     return own.place(own.outline(own.plan)).part.graph
@@ -67,6 +81,43 @@ def test_a_walk_is_simulated_as_a_whole_simulation_would(schedule: str) -> None:
         if schedule == "zero_bubble":  # the second part of a backward pass asks for all parameters when it begins
             regathering += sum(any(kept.regather for kept in stage.storage.values()) for stage in plan.stages)
     assert stages.num_whole <= regathering
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_stages_of_other_borders_share_what_is_known_of_equal_layers(
+    zero: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stages, and six, of one model on equal submeshes: a layer is lowered once for all of them, unless it is
+    beside what is received or sent."""
+    own = graph("deep gpt")
+    shapes = [("1f1b", 1), ("interleaved", 3), ("gpipe", 1)]
+    found = [
+        template_of_graph(own, FOUR, pp=2, dp=2, microbatches=2, schedule=name, chunks=chunks, zero=zero)
+        for name, chunks in shapes
+    ]
+    part, profile = divided_graph(own, 2), worlds("1f1b").profile
+    lowered: list[Segment] = []
+    monkeypatch.setattr(PartLowering, "lower", noting(PartLowering.lower, lowered))
+    stages = Incremental(part, profile)
+    for plan in found:
+        assert not differences(simulate_whole(part, plan, profile), stages.timeline(plan))
+    lowered.clear()
+    apart = [Incremental(part, profile).timeline(plan) for plan in found]
+    alone, together = len(lowered), Incremental(part, profile)
+    lowered.clear()
+    assert [together.timeline(plan).step_time_ns for plan in found] == [played.step_time_ns for played in apart]
+    assert len(lowered) < alone
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_what_may_come_in_two_parts_takes_as_long_in_one(in_parts: bool) -> None:
+    """The second part of each backward pass was taken for all of it."""
+    own, profile = microbatch("1f1b"), worlds("1f1b").profile
+    stages = Incremental(own, profile, in_parts=in_parts, may_split=True)
+    for plan in plans("1f1b")[:4]:
+        for schedule in ("zero_bubble", "1f1b"):
+            other = replace(plan, schedule=schedule)
+            assert not differences(simulate_whole(own, other, profile), stages.timeline(other)), schedule
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
