@@ -110,14 +110,9 @@ class Context:
     rewriting: Callable[[], Rewriting] | None = None  # says what came of equal graphs, at the end
     struck_in: str = ""  # the pass that the guard ended, if it did
 
-    def __post_init__(self) -> None:
-        self._blocks: dict[str, Blocks] = {}
-
     def blocks(self, graph: Graph) -> Blocks:
         """The repeated blocks of a graph."""
-        if graph.fingerprint not in self._blocks:
-            self._blocks[graph.fingerprint] = find_blocks(graph, self.request.constraints)
-        return self._blocks[graph.fingerprint]
+        return find_blocks(graph, self.request.constraints)
 
     @cached_property
     def looks_for_stages(self) -> bool:

@@ -190,6 +190,9 @@ ANYWHERE_SHARE = 0.5
 
 BRANCH_SHARE = 0.5
 """Of the budget, for operators beside each other."""
+LEAST_FORK_GAIN = 0.001
+"""A part of the step: equal regions are simulated in branches where they may spare more. Halved, more are, which no
+profile could tell from the plan; a hundred times as much, and heavy branches of few blocks are missed."""
 SEVERAL_STARTS = 5_000
 """With so many proposals, refinement begins at expert plans and at a drawn one, too; with fewer, chains would be too
 short to get from there to anything better than the plan."""

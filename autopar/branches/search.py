@@ -29,6 +29,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Alternative, Branch, Choice, Fork, NodePlan, Plan
 from autopar.ir.structure import constant_tensors
 from autopar.ops import admits
+from autopar.tunables import LEAST_FORK_GAIN
 
 Score = Callable[[Plan], Plan]
 """The plan with the simulator's prediction."""
@@ -156,7 +157,8 @@ def _is_well_typed(graph: Graph, plan: Plan, joins: Joins) -> bool:
 def candidates(
     graph: Graph, plan: Plan, times: Times, representative: Callable[[str], str], pinned: Collection[str] = ()
 ) -> list[ForkCandidate]:  # fmt: skip
-    """What may be worth a simulation, the most promising first. pinned: nodes that stay as they are placed."""
+    """What may be worth a simulation, the most promising first: what spares so little at most that it could not be told
+    is not. pinned: nodes that stay as they are placed."""
     constant = constant_tensors(graph)
 
     def stays(node: Node) -> bool:
@@ -166,11 +168,11 @@ def candidates(
     groups: dict[object, list[ForkRegion]] = {}
     for region in regions:
         groups.setdefault((*(tuple(map(representative, branch)) for branch in region.branches),), []).append(region)
-    found = []
+    found, least_ns = list[ForkCandidate](), LEAST_FORK_GAIN * plan.predicted.step_time_ns
     for axis in plan.stage.axes:
         for equal in groups.values() if axis.size > 1 else ():
             candidate = _candidate(graph, times, equal, axis.name, axis.size)
-            found += [candidate] if candidate is not None and candidate.gain_ns > 0 else []
+            found += [candidate] if candidate is not None and candidate.gain_ns > least_ns else []
     return sorted(found, key=lambda candidate: -candidate.gain_ns)
 
 
