@@ -64,12 +64,12 @@ def guarded(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        _counter.guard_end = math.inf
+        _counter.guard_end, _counter.struck = math.inf, False
         _counter.work_s += before
 
 
 def guard_struck() -> bool:
-    """Whether the guard has ended what this search, or the last one, looked at."""
+    """Whether the guard of the search that runs has ended what it looked at."""
     _counter.struck |= time.monotonic() > _counter.guard_end
     return _counter.struck
 

@@ -63,6 +63,7 @@ def test_where_the_guard_strikes_the_report_says_in_which_pass(monkeypatch: pyte
     plan = found()
     assert "the clock struck in pass " in plan.search.stop_reason
     assert plan.predicted.peak_bytes <= plan.memory_limit
+    assert not clock.Clock.of(1.0).is_over, "the guard of a search that has ended is none of the next"
 
 
 def test_the_order_in_which_sets_are_gone_through_changes_nothing() -> None:
