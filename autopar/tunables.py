@@ -17,12 +17,17 @@ ROW_NODE_S = 2e-7
 """The same of an entry of a memory row."""
 REDUCE_S = 2e-8
 """An entry of a problem is reduced."""
-BUILD_NODE_S, BUILD_S = 1e-3, 5e-8
+BUILD_NODE_S, BUILD_S = 1.5e-4, 2e-8
 """A problem is built of a graph: a node of it, an entry of its tables."""
-PLAY_S, PLAY_NODE_S, WHOLE_NODE_S, LAYER_NODE_S = 5e-4, 5e-6, 3e-4, 5e-4
-"""A plan is simulated, most of which is known: in all, and a node of its graph; a node where nothing is known; and of a
-short graph, where each layer is played alone."""
-RANGES_S = 5e-7
+LOWER_NODE_S, FINISH_ITEM_S, PLAY_ITEM_S = 2.5e-5, 1e-5, 5e-6
+"""A segment that was not known is lowered, a node; it is made ready to be played, an item; it is played in one
+direction from a state in which it was not, an item."""
+PLAY_S, JOIN_PART_S, TAKE_PART_S, TURN_S = 1e-3, 2e-5, 4e-6, 1e-5
+"""A plan is simulated, whatever is known of it: in all, a part of a stage, a part of a pass, and a pass."""
+PROPOSAL_S, PROPOSAL_NODE_S, CUT_NODE_S = 1e-4, 5e-7, 2.5e-6
+"""A proposal is drawn, and its bound found: in all, and a node of the graph; a node of a plan that is cut into stages
+again."""
+RANGES_S = 1e-6
 """A kind of stage, for two borders between layers and a bottleneck, in a dynamic programme."""
 TRY_S = 1e-3
 """A substitution is tried."""

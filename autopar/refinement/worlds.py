@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from random import Random
 
+from autopar.clock import worked
 from autopar.cost import Profile
 from autopar.errors import PlanError
 from autopar.interop import Layers
@@ -26,7 +27,7 @@ from autopar.soap import NEVER, Ledger, Proposals, Score, Space, Stages, Start, 
 from autopar.staged.layered import Layered
 from autopar.staging import cut
 from autopar.trace import Blocks
-from autopar.tunables import WALKED
+from autopar.tunables import CUT_NODE_S, WALKED
 from autopar.zero import recomputable
 
 
@@ -234,6 +235,7 @@ class CutScore:
 
     def _staged(self, plan: Plan) -> Plan | None:
         if self._last is None or self._last[0] is not plan:
+            worked(CUT_NODE_S * len(self._stages.graph.nodes))
             try:
                 self._last = plan, self._cut(plan)
             except PlanError:

@@ -30,7 +30,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.clock import worked
 from autopar.cost import Profile
 from autopar.cost.collectives import INSIDE, collective_time_ns
 from autopar.cost.compute import pointwise_time_ns
@@ -52,7 +51,6 @@ from autopar.simulate.program import Item, Transmission
 from autopar.simulate.schedule import StageProgress, Submesh, profiles_of_stages
 from autopar.simulate.traffic import reached_tensors
 from autopar.simulate.transfers import Transfers, find_transfers
-from autopar.tunables import LAYER_NODE_S
 
 ENDLESS = 1 << 50  # bytes: more than any bucket has
 
@@ -344,7 +342,6 @@ def layer_costs(
     its layers, but of the workspace, of which it has the largest.
     """
     graph, profiles = simulator.graph, profiles_of_stages(plan, simulator.profile)
-    worked(LAYER_NODE_S * len(graph.nodes))
     trains = plan.mode == "train" and graph.loss is not None
     players = simulator.stages(plan)
     transfers = find_transfers(graph, plan, players, profiles)

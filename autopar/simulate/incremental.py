@@ -32,7 +32,7 @@ from autopar.simulate.schedule import PlayedStep, play_stages, profiles_of_stage
 from autopar.simulate.timeline import Timeline
 from autopar.simulate.unlike import play_unlike
 from autopar.simulate.variants import KnownParts, SentValues, Variants
-from autopar.tunables import PLAY_NODE_S, PLAY_S, WHOLE_NODE_S
+from autopar.tunables import PLAY_S
 
 KEPT_PLANS = 4
 KEPT_VARIANTS = 4  # of each stage
@@ -89,7 +89,7 @@ class Incremental:
         return known[1]
 
     def _played_now(self, plan: Plan, until_ns: float) -> PlayedStep | Timeline:
-        worked(PLAY_S + PLAY_NODE_S * len(self.graph.nodes))
+        worked(PLAY_S)
         if len(plan.stages) == 1 and (plan.stage.forks or ranks_differ(plan)):
             own = self.profile
             known = own if isinstance(own, Mapping) else {group.profile: own for group in plan.mesh.groups}
@@ -163,7 +163,6 @@ def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile],
     programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan that lacks a
     redistribution.
     """
-    worked(WHOLE_NODE_S * len(graph.nodes))
     return Incremental(graph, profile, sums_early).timeline(plan)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from autopar.clock import worked
 from autopar.cost import Profile
 from autopar.ir.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
@@ -21,6 +22,7 @@ from autopar.simulate.parts import NUM_BEFORE, Part
 from autopar.simulate.player import ROOT, Meet, PassKind, Played, Player, Travelling, finished, meets
 from autopar.simulate.program import Bucket, LocalProgram, Slot, Transmission, is_summed_first, way_of_slot
 from autopar.simulate.sharing import Share
+from autopar.tunables import PLAY_ITEM_S
 
 Ends = tuple[tuple[int, str], ...]
 """Of tasks: when they end, and their kinds."""
@@ -266,6 +268,7 @@ class PartPlayer(Player):
 
     def play_part(self, entry: PartEntry, meet: Meet | None = None) -> Exit:
         """The part of the pass that begins so. meet: where other ranks do unlike work."""
+        worked(PLAY_ITEM_S * self.part.end)
         self._begin(entry, meet)
         latest = LAST
         if entry.kind.name == FORWARD:

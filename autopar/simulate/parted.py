@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
+from autopar.clock import worked
 from autopar.cost import Profile
 from autopar.ir.branches import Coordinates
 from autopar.ir.graph import Graph
@@ -43,6 +44,7 @@ from autopar.simulate.player import (
 from autopar.simulate.program import OtherLane, devices_per_node
 from autopar.simulate.segments import Key
 from autopar.simulate.variants import SentValues, Variants
+from autopar.tunables import JOIN_PART_S, TAKE_PART_S
 
 LONG_AGO = -(1 << 62)
 NOTHING: frozenset[int] = frozenset()
@@ -75,6 +77,7 @@ class PartedStage:
         """plan: of the stage."""
         self.variants, self.plan = variants, plan
         self.joined = joined = variants.joined(plan, sent)
+        worked(JOIN_PART_S * len(joined.players))
         self.optimizer_ns, self.workspace = variants.optimizer(plan) if variants.trains else (0, 0)
         is_alone = len(joined.players) == 1
         self.may_be_calm = not (variants.profile.host or joined.root or any(joined.lent) or is_alone)
@@ -216,6 +219,7 @@ class _PartedPass:
     def run(self) -> Pass:
         """The pass."""
         (self._forward if self.kind.name == FORWARD else self._backward)()
+        worked(TAKE_PART_S * len(self.pieces))
         return Pass(
             self.kind, tuple(self.pieces), self.changes, self.now, self.links,
             [span for span in self.in_flight if span[1] > self.now], 0,

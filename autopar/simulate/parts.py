@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from autopar.clock import worked
 from autopar.cost import Profile
 from autopar.cost.memory import optimizer_moved_bytes
 from autopar.ir.branches import Coordinates, in_order
@@ -56,6 +57,7 @@ from autopar.simulate.program import (
 )
 from autopar.simulate.segments import Segment
 from autopar.simulate.sharing import Moving, OnWay, Ways
+from autopar.tunables import FINISH_ITEM_S, LOWER_NODE_S
 
 BEFORE, EARLIER = 0, 1  # the items that stand for what is before
 NUM_BEFORE = 2
@@ -224,6 +226,7 @@ class PartLowering(Lowering):
     ) -> Lowered:  # fmt: skip
         """The segment's part. steps: of the plan's conversions by tensor and target; sent: what it sends to later
         stages, and whether the gradient comes back."""
+        worked(LOWER_NODE_S * len(segment.nodes))
         self.plan, self.steps = plan, steps
         self.program = program = LocalProgram()
         self.known, self.placements, self.units, self.places = {}, {}, {}, {}
@@ -385,6 +388,7 @@ class PartLowering(Lowering):
         """The part with all that is derived of it."""
         lowered, program = marked.lowered, copy.copy(marked.program)
         end = len(program.items)
+        worked(FINISH_ITEM_S * end)
         earlier = Item("earlier", tuple(n for n, read in enumerate(kept.read) if read), (), runs_backward=True)
         program.items = [program.items[BEFORE], earlier, *program.items[NUM_BEFORE:], *_later(lowered, marked.wanted)]
         program.memory = [

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from autopar.clock import worked
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Breakdown, Plan
@@ -30,6 +31,7 @@ from autopar.simulate.parted import PartedStage
 from autopar.simulate.player import LEAVE_GRADIENTS, Bound, Pass, PassKind, Played, Standing
 from autopar.simulate.timeline import BETWEEN, Lane, Timeline, TimelinePiece
 from autopar.simulate.transfers import Tie, Transfer, find_ties, find_transfers, way_of
+from autopar.tunables import TURN_S
 
 WORK = DIRECTIONS
 TIED = "gradient all_reduce"
@@ -330,6 +332,7 @@ class PlayedStep:
         return submesh.free_ns + idle
 
     def _play(self, submesh: Submesh, stage: int, kind: PassKind, begin: int, label: str) -> Pass:
+        worked(TURN_S)
         progress = self.stages[stage]
         submesh.left_ns -= progress.player.work_ns(kind.name)
         bound = Bound(self.until_ns, begin + submesh.left_ns)

@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple, Protocol
 
-from autopar.clock import Clock, is_interrupted
+from autopar.clock import Clock, is_interrupted, worked
 from autopar.ir.plan import Plan
 from autopar.soap.ledger import Ledger
 from autopar.soap.proposals import AXES, Proposals
 from autopar.soap.space import Change, Draft, Space
+from autopar.tunables import PROPOSAL_NODE_S, PROPOSAL_S
 
 HOT, COLD = 0.005, 0.0001  # temperature, as parts of the best cost
 ROUNDS = 4
@@ -203,6 +204,7 @@ class _Annealing:
 
     def _count(self, kind: str, after: Scored | None) -> None:
         """Notes a proposal, and goes where it leads if it is accepted."""
+        worked(PROPOSAL_S + PROPOSAL_NODE_S * len(self.first.draft.plan.stage.nodes))
         self.tally.made[kind] += 1
         if after is not None:
             self.tally.accepted[kind] += 1

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any
 
-from autopar.clock import Clock, worked
+from autopar.clock import Clock
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Choice, Plan, SearchReport
 from autopar.ir.tried import Tried
@@ -20,7 +20,7 @@ from autopar.staged.mixing import keeping_more
 from autopar.staged.search import StagedSearch
 from autopar.staged.ways import EstimatedStages, StageStrategy
 from autopar.staging import cut
-from autopar.tunables import CORRECTIONS, FINALISTS, LIKE_BORDERS, MOST_FINALISTS, QUICK_S, WHOLE_NODE_S
+from autopar.tunables import CORRECTIONS, FINALISTS, LIKE_BORDERS, MOST_FINALISTS, QUICK_S
 
 
 class Finalists:
@@ -122,8 +122,6 @@ class Finalists:
 
     def _simulated(self, candidate: EstimatedStages) -> Timeline:
         """What the simulator says of a candidate, noted in a row."""
-        # They mostly share little with those that were simulated before.
-        worked(WHOLE_NODE_S * len(self._part(candidate).graph.nodes))
         played = self._simulator(candidate.microbatches).timeline(self._built(candidate))
         self._note(replace(candidate.row, step_time_ns=played.step_time_ns, peak_bytes=played.peak_bytes))
         return played
