@@ -15,10 +15,10 @@ TABLE_S, NODE_S, MESSAGE_PASSES = 1e-7, 2e-9, 5
 of its tree. All counts of work: halved, twice as much is done for the same budget, and it takes twice as long."""
 ROW_NODE_S = 2e-7
 """The same of an entry of a memory row."""
-REDUCE_S = 2e-8
-"""An entry of a problem is reduced."""
-BUILD_NODE_S, BUILD_S = 1.5e-4, 2e-8
-"""A problem is built of a graph: a node of it, an entry of its tables."""
+SOLVE_S, REDUCE_S = 8e-3, 2e-8
+"""A problem is solved, however small it is; an entry of it is reduced."""
+BUILD_S, BUILD_NODE_S, BUILD_ENTRY_S = 2.5e-2, 5e-5, 1e-7
+"""A problem is built of a graph: in all, a node of it, an entry of its tables."""
 LOWER_NODE_S, FINISH_ITEM_S, PLAY_ITEM_S = 2.5e-5, 1e-5, 5e-6
 """A segment that was not known is lowered, a node; it is made ready to be played, an item; it is played in one
 direction from a state in which it was not, an item."""
@@ -27,6 +27,9 @@ PLAY_S, JOIN_PART_S, TAKE_PART_S, TURN_S = 1e-3, 2e-5, 4e-6, 1e-5
 PROPOSAL_S, PROPOSAL_NODE_S, CUT_NODE_S = 1e-4, 5e-7, 2.5e-6
 """A proposal is drawn, and its bound found: in all, and a node of the graph; a node of a plan that is cut into stages
 again."""
+KIND_S, PEAK_S = 8e-3, 2e-7
+"""What each layer costs in one way is looked up, beside its simulation; a change of memory is put in order, where a
+peak is asked for."""
 RANGES_S = 1e-6
 """A kind of stage, for two borders between layers and a bottleneck, in a dynamic programme."""
 TRY_S = 1e-3

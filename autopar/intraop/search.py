@@ -24,7 +24,7 @@ from autopar.ir.plan import Choice, Plan, SearchReport
 from autopar.selection.problem import INFINITE, NO_PATH_NS, Problem
 from autopar.selection.solution import Solution
 from autopar.selection.solver import solve
-from autopar.tunables import BUILD_NODE_S, BUILD_S
+from autopar.tunables import BUILD_ENTRY_S, BUILD_NODE_S, BUILD_S
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ def prepare_placements(
     """
     costs = costs_of(graph, draft, profile, sends)
     built = build(graph, blocks, draft.stage.axes, costs, storage_options, constraints, None, whole, copies, keep)
-    worked(BUILD_NODE_S * len(graph.nodes) + BUILD_S * sum(matrix.size for matrix in built.problem.edge_costs))
+    entries = sum(matrix.size for matrix in built.problem.edge_costs)
+    worked(BUILD_S + BUILD_NODE_S * len(graph.nodes) + BUILD_ENTRY_S * entries)
     return Placements(graph, blocks, draft, costs, built)
 
 

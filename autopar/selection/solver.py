@@ -24,7 +24,7 @@ from autopar.selection.reduction import reduce_problem
 from autopar.selection.solution import Solution
 from autopar.selection.toulbar import minimise_here
 from autopar.selection.usage import Usage
-from autopar.tunables import REDUCE_S
+from autopar.tunables import REDUCE_S, SOLVE_S
 
 __all__ = ["Solution", "minimise_peak", "solve"]
 
@@ -54,7 +54,7 @@ def solve(
         raise _infeasible(problem, _least_peak(problem, clock, seed), proven=True) from error
     work = int(_ELIMINATION_SHARE * (clock.end - clock.began) * SUMS_PER_S)
     network = replace(network, elimination_work=work)
-    worked(network.num_entries * REDUCE_S)
+    worked(SOLVE_S + network.num_entries * REDUCE_S)
     outcome, method = _search(network, clock, seed, gap_limit)
     if outcome.values is None:
         choice = _of_least_peak(problem, clock, seed, proven=outcome.complete)

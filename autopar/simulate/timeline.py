@@ -18,9 +18,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from autopar.clock import worked
 from autopar.ir.plan import Breakdown, Prediction
 from autopar.ir.writing import write_whole
 from autopar.simulate.engine import Change, Moment, Sent, Task
+from autopar.tunables import PEAK_S
 from autopar.views import view
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
@@ -130,6 +132,7 @@ class Memory:
         """The peak in bytes, and what is held by kind the first time that it is reached."""
         most, held = -math.inf, np.zeros(len(self.kinds), np.int64)
         for stretch in self.stretches():
+            worked(PEAK_S * len(stretch.totals))
             place = np.argmax(stretch.totals, keepdims=True)
             if int(stretch.totals[place[0]]) > most:
                 most, held = int(stretch.totals[place[0]]), stretch.held(place)[0]

@@ -9,6 +9,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
+from autopar.clock import worked
 from autopar.cost import Profile
 from autopar.cost.compute import node_time_ns
 from autopar.errors import PlanError
@@ -27,7 +28,7 @@ from autopar.staged.ways import EstimatedStages, Setting, StageStrategy
 from autopar.staging import cut
 from autopar.template import template_constraints, template_recompute
 from autopar.trace import Blocks
-from autopar.tunables import CORE_STEPS, MOST_LAYERS, PEAK_SLACK
+from autopar.tunables import CORE_STEPS, KIND_S, MOST_LAYERS, PEAK_SLACK
 from autopar.zero import KINDS, pinned_modules, recomputable
 
 
@@ -191,6 +192,7 @@ class Layered:
 
     def _kind(self, way: StageStrategy) -> StageKind:
         """What each layer of the whole model costs when it is run so."""
+        worked(KIND_S)
         short, setting, place = self.folded, way.setting, self.place_of(way.setting)
         part = place.part
         draft = replace(place.placements.draft, recompute=self.recomputations[way.recompute])
