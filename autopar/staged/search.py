@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import product, zip_longest
+from itertools import zip_longest
 from typing import NamedTuple
 
 from autopar.clock import Clock
@@ -21,18 +21,17 @@ from autopar.ir.mesh import LogicalMesh, make_axes
 from autopar.ir.outline import Outline, sizes_text
 from autopar.ir.schedule import PLAIN, SCHEDULES
 from autopar.progress import Report
+from autopar.staged.chunked import CHUNKED, Chunks
 from autopar.staged.layered import Layered
 from autopar.staged.ways import (
     EstimatedStages,
     Setting,
     StageStrategy,
-    chunked_estimate,
     hidden_bubble,
     in_two_parts,
     largest_peak,
 )
 from autopar.tunables import (
-    CHUNKS,
     FEW_DEVICES,
     FIRST_LOOK_SHARE,
     FULL_MICROBATCHES,
@@ -49,7 +48,6 @@ from autopar.tunables import (
 _NEVER = 2**62
 _WHOLE = sorted((s.name for s in SCHEDULES.values() if not s.has_chunks and not s.splits_backward), key=PLAIN.__ne__)
 """Schedules of whole stages and whole backward passes, the plain one first."""
-_CHUNKED = [row.name for row in SCHEDULES.values() if row.has_chunks and not row.splits_backward]
 
 
 class _Look(NamedTuple):
@@ -74,6 +72,7 @@ class StagedSearch:
 
     def __init__(self, layered: Layered) -> None:
         self.layered, self.request = layered, layered.request
+        self.chunks = Chunks(layered)
         self.admitted = layered.admitted
         self.stop_reason = "all settings"
         self.clock = Clock.of(self.request.budget.seconds)
@@ -139,7 +138,7 @@ class StagedSearch:
         for number, (size, axes) in enumerate(self.shapes):
             if looks and clock.is_over:
                 break
-            look = self._look(self._setting(size, axes, self._start(size)))
+            look = self._look(self._setting(size, axes, self._start(size, axes)))
             looks.append((look.least_ns, look.floor_ns, number))
         return [*(self.shapes[number] for _, _, number in sorted(looks)), *self.shapes[len(looks) :]]
 
@@ -190,14 +189,17 @@ class StagedSearch:
         """With the microbatches of that place among the counts."""
         return Setting(axes, size, self.request.mesh.num_devices // size, self.layered.counts[number])
 
-    def _start(self, size: int) -> int:
-        """The place of the fewest microbatches that make the bubble small."""
+    def _start(self, size: int, axes: LogicalMesh) -> int:
+        """The place of the fewest microbatches that make the bubble small; no more than have a sample for each rank of
+        the outer axis, which mostly is for data."""
         wanted, counts = FULL_MICROBATCHES * (self.request.mesh.num_devices // size - 1), self.layered.counts
-        return next((number for number, count in enumerate(counts) if count >= wanted), len(counts) - 1)
+        most = max(1, self.layered.batch // axes[0].size) if axes else counts[-1]
+        enough = next((number for number, count in enumerate(counts) if count >= wanted), len(counts) - 1)
+        return min(enough, max((number for number, count in enumerate(counts) if count <= most), default=0))
 
     def _climb(self, size: int, axes: LogicalMesh) -> list[EstimatedStages]:
         """From a count whose bubble is small up, as long as it gets better or nothing fits; else down."""
-        start, counts = self._start(size), self.layered.counts
+        start, counts = self._start(size, axes), self.layered.counts
 
         def look(number: int, beside: _Look) -> _Look:
             return self._look(self._setting(size, axes, number), beside.least_ns <= self._best_ns)
@@ -266,12 +268,8 @@ class StagedSearch:
         ways = [(schedule, 1) for schedule in _WHOLE]
         if self.layered.may_wait(stages, self._least_again):
             ways += [(schedule, 1) for schedule in in_two_parts(count, stages)]
-        ways += [(name, chunks) for name in _CHUNKED for chunks in CHUNKS if self._makes_chunks(stages, chunks, count)]
+        ways += [(name, chunks) for name in CHUNKED for chunks in self.chunks.counts(stages, count)]
         return float(count + min(SCHEDULES[schedule].bubble(stages, count, chunks) for schedule, chunks in ways))
-
-    def _makes_chunks(self, stages: int, chunks: int, count: int) -> bool:
-        """Whether each submesh can have so many equal chunks in turn."""
-        return stages > 1 and not self.layered.layers.count % (stages * chunks) and not count % stages
 
     @property
     def _least_again(self) -> str:
@@ -314,7 +312,7 @@ class StagedSearch:
     def _staged(self, setting: Setting, choice: TradeOff, recompute: str) -> list[EstimatedStages]:
         """The best stages of one way under each schedule."""
         way = StageStrategy(setting, choice, recompute)
-        return [self.layered.in_time(one) for one in (*self._of_schedules(way), *self._chunked(way))]
+        return [self.layered.in_time(one) for one in (*self._of_schedules(way), *self.chunks.of(way))]
 
     def _of_schedules(self, way: StageStrategy) -> Iterator[EstimatedStages]:
         """Of stages that are submeshes; where none fit, those of the smallest limit that would do.
@@ -351,18 +349,6 @@ class StagedSearch:
         """
         equal = equally_cut(kind, len(best.stages), microbatches) if self.layered.shares_cores else None
         return [] if equal is None or equal.stages == best.stages else [equal]
-
-    def _chunked(self, way: StageStrategy) -> Iterator[EstimatedStages]:
-        """Equal chunks, each submesh with several in turn."""
-        kind, layers = self.layered.kind(way), self.layered.layers.count
-        stages, count = way.setting.num_stages, way.setting.microbatches
-        for chunks, schedule in product(CHUNKS, _CHUNKED):
-            if not self._makes_chunks(stages, chunks, count):
-                continue
-            of_layer = tuple(layer * stages * chunks // layers for layer in range(layers))
-            step, peak = chunked_estimate(kind, of_layer, stages, chunks, count, schedule)
-            ways, again = (way,) * (stages * chunks), (way.recompute,) * layers
-            yield EstimatedStages(ways, schedule, of_layer, again, step, peak, step)
 
     def frugal(self) -> Iterator[EstimatedStages]:
         """For each logical shape what takes least memory: most microbatches, all computed again.
