@@ -46,7 +46,8 @@ _TEMPLATE: dict[str, Callable[[str], Any]] = {
     "layers": lambda text: tuple(map(int, text.split("+"))), "sequence_parallel": int, "zero": int, "recompute": str,
 }  # fmt: skip
 _PLACES = ("stored", "used", "output", "tensor", "input")
-_PINS = {"axis": str, "zero": int, "min_dims": int, "microbatches": int, "stages": int, "recompute": str}
+_PINS = {"axis": str, "zero": int, "min_dims": int, "microbatches": int, "stages": int, "recompute": str,
+         "schedule": str, "chunks": int}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

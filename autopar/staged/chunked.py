@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.interop import StageKind, chunk_counts, chunk_sizes
+from autopar.ir.constraint import pinned
 from autopar.ir.schedule import SCHEDULES, makes_rounds
 from autopar.staged.layered import Layered
 from autopar.staged.ways import EstimatedStages, StageStrategy, chunked_estimate
@@ -30,9 +31,10 @@ class Chunks:
         """How many chunks each of so many submeshes may have."""
         if submeshes == 1 or not makes_rounds(microbatches, submeshes):
             return []
-        layers = self.layered.layers.count
-        found = chunk_counts(layers, submeshes, MOST_CHUNKS)
-        return [count for count in found if count * submeshes <= layers or self.layered.ends is not None]
+        layers, asked = self.layered.layers.count, pinned(self.layered.request.constraints, "chunks")
+        found = chunk_counts(layers, submeshes, MOST_CHUNKS) if asked is None else [asked]
+        most = layers if self.layered.ends is None else layers + 2
+        return [count for count in found if 1 < count <= most // submeshes]
 
     def of(self, way: StageStrategy) -> Iterator[EstimatedStages]:
         """An estimate of each number of chunks, in each schedule."""

@@ -14,6 +14,7 @@ from autopar.cost import Profile
 from autopar.errors import PlanError
 from autopar.interop import Folded, Layers, StageKind, balanced_layers, block_layers, fold
 from autopar.intraop import Sends
+from autopar.ir.constraint import may_run
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Axis
@@ -235,6 +236,12 @@ class Layered:
             split_ns=columns["split_ns"],
             memory_limit=self.admitted,
         )
+
+    def allows(self, candidate: EstimatedStages) -> bool:
+        """Whether constraints allow its schedule and number of chunks, which matter where stages are several."""
+        submeshes = candidate.num_submeshes
+        chunks = len(candidate.ways) // submeshes
+        return submeshes == 1 or may_run(self.request.constraints, candidate.schedule, chunks)
 
     def may_wait(self, num_stages: int, recompute: str) -> bool:
         """Whether gradients of stored tensors may wait on so many stages that compute this again."""

@@ -20,6 +20,7 @@ from autopar.intraop import TradeOff, TradeOffs
 from autopar.ir.mesh import LogicalMesh, make_axes
 from autopar.ir.outline import Outline, sizes_text
 from autopar.ir.schedule import PLAIN, SCHEDULES
+from autopar.microbatch import divisible
 from autopar.progress import Report
 from autopar.staged.chunked import CHUNKED, Chunks
 from autopar.staged.layered import Layered
@@ -32,6 +33,7 @@ from autopar.staged.ways import (
     largest_peak,
 )
 from autopar.tunables import (
+    BETWEEN,
     FEW_DEVICES,
     FIRST_LOOK_SHARE,
     FULL_MICROBATCHES,
@@ -123,6 +125,7 @@ class StagedSearch:
             count = self.request.mesh.num_devices // size
             report(f"{count} stage{'s' if count > 1 else ''} of {sizes_text(axes)}: {what}")
         self._look_at_templates(clock)
+        self._look_between(clock)
         return sorted(self._candidates, key=lambda candidate: candidate.step_ns)
 
     @property
@@ -172,6 +175,25 @@ class StagedSearch:
                 reached = [replace(s, microbatches=int(s.microbatches * factor)) for s in reached]
                 self._look_until(reached, clock)
                 reached = [s for s in reached if self.layered.shares_cores and self._is_near(s)]
+
+    def _look_between(self, clock: Clock) -> None:
+        """At numbers of microbatches between, beside the best settings: in a batch that is no power of two."""
+        fitting = sorted((c for c in self._candidates if c.peak_bytes <= self.admitted), key=lambda c: c.step_ns)
+        for setting in list(dict.fromkeys(c.ways[0].setting for c in fitting))[:BETWEEN]:
+            for count in self._counts_beside(setting):
+                if not clock.is_over and divisible(self.layered.graph, count):
+                    self._look(replace(setting, microbatches=count))
+
+    def _counts_beside(self, setting: Setting) -> list[int]:
+        """The next number of microbatches below and above, of those that are not looked at anyway and leave each rank
+        of the outer axis as many samples."""
+        known, own = self.layered.counts, setting.microbatches
+        each = self.layered.batch // math.gcd(self.layered.batch, setting.axes[0].size if setting.axes else 1)
+        if len(known) == 1:
+            return []
+        near = [n for n in range(own // 2 + 1, 2 * own) if n not in known and each % n == 0]
+        below, above = [n for n in near if n < own], [n for n in near if n > own]
+        return [*below[-1:], *above[:1]]
 
     def _look_until(self, settings: Sequence[Setting], clock: Clock) -> None:
         """At those with a number of microbatches that is possible."""
@@ -310,9 +332,18 @@ class StagedSearch:
         return found
 
     def _staged(self, setting: Setting, choice: TradeOff, recompute: str) -> list[EstimatedStages]:
-        """The best stages of one way under each schedule."""
+        """The best stages of one way under each schedule. Raises InfeasibleError where constraints allow none."""
         way = StageStrategy(setting, choice, recompute)
-        return [self.layered.in_time(one) for one in (*self._of_schedules(way), *self.chunks.of(way))]
+        every = [*self._of_schedules(way), *self.chunks.of(way)]
+        allowed = [self.layered.in_time(candidate) for candidate in every if self.layered.allows(candidate)]
+        if not allowed:
+            self.refusal = InfeasibleError(
+                f"expected a schedule and chunks as constraints pin them, found none for {setting.microbatches} "
+                f"microbatches of {self.layered.layers.count} layers on {setting.num_stages} submeshes; pin a number "
+                "of chunks above 1 with schedules that have such, and microbatches that make equal rounds"
+            )
+            raise self.refusal
+        return allowed
 
     def _of_schedules(self, way: StageStrategy) -> Iterator[EstimatedStages]:
         """Of stages that are submeshes; where none fit, those of the smallest limit that would do.
@@ -363,10 +394,9 @@ class StagedSearch:
                 placements = self.layered.place_of(setting).placements
                 curve = placements.trade_offs(min(setting.num_stages, count), *self._solver)
                 smallest = curve.smallest(curve.fastest())
+                yield from self._staged(setting, smallest, recompute)
             except InfeasibleError as error:
                 self.refusal = error
-                continue
-            yield from self._staged(setting, smallest, recompute)
 
 
 def _as_templates(setting: Setting) -> Iterator[Setting]:
