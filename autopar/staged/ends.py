@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph
 
 
 @dataclass(frozen=True)
-class Ends:
+class ModelEnds:
     """layers: with two more, the ends. first, last: layers between others that are equal to the first and the last."""
 
     layers: Layers
@@ -42,7 +42,7 @@ class Ends:
 
 def ends_of(
     graph: Graph, layers: Layers, path_of_layer: Sequence[str], groups: Sequence[Sequence[str]]
-) -> Ends | None:  # fmt: skip
+) -> ModelEnds | None:  # fmt: skip
     """None where there is nothing at an end, or no block to tell it from. groups: paths of equal blocks."""
     found = layers.with_ends(graph)
     inner = range(1, layers.count - 1)
@@ -53,4 +53,4 @@ def ends_of(
     ]  # fmt: skip
     if len(likes) != 2 or None in likes or not {0, found.count - 1} <= set(found.fixed.values()):
         return None
-    return Ends(found, likes[0] or 0, likes[1] or 0)
+    return ModelEnds(found, likes[0] or 0, likes[1] or 0)

@@ -25,7 +25,7 @@ from autopar.request import Request
 from autopar.simulate import Incremental
 from autopar.simulate.alone import LayerCost, layer_costs
 from autopar.simulate.cores import part_of_step, sharing_of
-from autopar.staged.ends import Ends, ends_of
+from autopar.staged.ends import ModelEnds, ends_of
 from autopar.staged.ways import EstimatedStages, Setting, StageStrategy
 from autopar.staging import cut, node_times_ns
 from autopar.template import template_constraints, template_recompute
@@ -96,7 +96,7 @@ class Layered:
         return Sends(Axis("stages", 2, distance), dict.fromkeys(self._crossing, times))
 
     @cached_property
-    def ends(self) -> Ends | None:
+    def ends(self) -> ModelEnds | None:
         """The model's ends as layers, where they can be."""
         return ends_of(self.graph, self.layers, self.path_of_layer, self.blocks.paths) if self.paths else None
 
