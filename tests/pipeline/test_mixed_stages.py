@@ -12,6 +12,7 @@ import autopar
 from autopar.interop import ChosenStage
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
+from autopar.ir.schedule import SCHEDULES
 from autopar.microbatch import check_plan
 from autopar.pipeline import planned, simulated_step
 from autopar.profiler import load_profile
@@ -99,6 +100,8 @@ def test_a_limit_leaves_some_layers_as_they_are() -> None:
 
 
 def test_larger_submeshes_come_first_and_none_crosses_a_node() -> None:
-    assert first_ranks([2, 4, 2], 8) == [4, 0, 6]
-    assert first_ranks([2, 2, 4, 8], 16) == [12, 14, 8, 0]
-    assert first_ranks([2, 2, 2, 2], 4) == [0, 2, 0, 2], "chunks begin again"
+    assert first_ranks([2, 4, 2]) == [4, 0, 6]
+    assert first_ranks([2, 2, 4, 8]) == [12, 14, 8, 0]
+    assert first_ranks([2, 2, 2]) == [0, 2, 4]
+    assert SCHEDULES["interleaved"].in_turn([0, 2], 2) == [0, 2, 0, 2], "chunks begin again"
+    assert SCHEDULES["zero_bubble_v"].in_turn([0, 2], 2) == [0, 2, 2, 0]
