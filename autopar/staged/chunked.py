@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -73,3 +77,49 @@ def _chunk_of_layer(
 ) -> tuple[int, ...]:  # fmt: skip
     sizes = chunk_sizes(times, ends, submeshes, chunks, turns_back)
     return tuple(number for number, size in enumerate(sizes) for _ in range(size))
+
+
+def chunks_keeping_more(layered: Layered, candidate: EstimatedStages, admitted: int) -> EstimatedStages | None:
+    """The candidate with as few layers computed again as estimates of so many bytes allow, the last of each submesh
+    first; None where it has none less."""
+    way, submeshes = candidate.ways[0], candidate.num_submeshes
+    _, kind_of = layered.layers_of(candidate)
+    again, plain = kind_of(way), kind_of(replace(way, recompute="none"))
+    behind, again_now = _number_behind(candidate, submeshes), np.array(candidate.recompute) != "none"
+    ends = (len(behind) - len(again_now)) // 2  # layers, where they are
+    is_again = np.pad(again_now, ends)
+
+    def keeping(number: int) -> EstimatedStages:
+        is_kept = ~is_again | (behind < number)
+        kind, chunks = _mixed(plain, again, is_kept), len(candidate.ways) // submeshes
+        step, peak = chunked_estimate(
+            kind, candidate.stage_of_layer, submeshes, chunks, candidate.microbatches, candidate.schedule
+        )
+        names = tuple(np.where(is_kept, "none", way.recompute)[ends : len(behind) - ends].tolist())
+        kept = replace(candidate, recompute=names, step_ns=step, peak_bytes=peak, lower_bound_ns=step)
+        return layered.in_time(kept)
+
+    fewest = int(behind[is_again].min(initial=len(behind)))
+    numbers = range(fewest + 1, int(behind.max()) + 2)
+    fitting = bisect_right(numbers, admitted, key=lambda number: keeping(number).peak_bytes)
+    return keeping(numbers[fitting - 1]) if fitting else None
+
+
+def _mixed(kept: StageKind, again: StageKind, is_kept: npt.NDArray[np.bool_]) -> StageKind:
+    """Of some layers what they cost in one way, of others in another."""
+    columns = {name: values for name, values in vars(kept).items() if isinstance(values, np.ndarray)}
+    mixed: dict[str, Any] = {
+        name: np.where(is_kept, values, getattr(again, name)) for name, values in columns.items()
+    }  # fmt: skip
+    return replace(again, **mixed)
+
+
+def _number_behind(candidate: EstimatedStages, submeshes: int) -> npt.NDArray[np.int64]:
+    """Of each layer how many later ones its submesh has."""
+    on = SCHEDULES[candidate.schedule].in_turn(range(submeshes), len(candidate.ways) // submeshes)
+    found, seen = np.zeros(len(candidate.stage_of_layer), np.int64), Counter[int]()
+    for layer in reversed(range(len(found))):
+        place = on[candidate.stage_of_layer[layer]]
+        found[layer] = seen[place]
+        seen[place] += 1
+    return found
