@@ -14,7 +14,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.placement import Type, parse_type
 
 What = Literal["stored", "used", "output", "tensor", "input"]
-Recompute = Literal["none", "block", "full"]
+Recompute = Literal["none", "selective", "block", "full"]
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class Constraint:
     soft: prefer instead of require. zero: for "stored", the ZeRO behaviour of sharded storage (1, 2 or 3).
     min_dims: only tensors of at least that many dims. microbatches, stages: pin their
     numbers, whatever the pattern.
-    recompute: pins what of the repeated blocks of these module paths is computed again: "none", "block" (the attention)
-    or "full". Then nothing of the other blocks is, unless further constraints say so.
+    recompute: pins what of the repeated blocks of these module paths is computed again: "none", "selective" (operators
+    that are cheap for the memory that this frees), "block" (the attention) or "full". Then nothing of the other blocks
+    is, unless further constraints say so.
     """
 
     pattern: str = "*"
@@ -58,7 +59,7 @@ class Constraint:
         if self.zero not in (None, 0, 1, 2, 3):
             raise PlanError(f"expected a ZeRO stage from 0 to 3, found {self.zero!r}")
         if self.recompute not in (None, *get_args(Recompute)):
-            raise PlanError(f'expected recompute as "none", "block" or "full", found {self.recompute!r}')
+            raise PlanError(f'expected recompute as "none", "selective", "block" or "full", found {self.recompute!r}')
         if self.microbatches is not None and self.microbatches < 1:
             raise PlanError(f"expected at least one microbatch, found {self.microbatches}")
         if self.stages is not None and self.stages < 1:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.accuracy.pairs        # lists them
 
-Six kinds of plan by `template_plan`, also in microbatches and with recomputation ("full", "block"), two more ("mixed":
+Six kinds of plan by `template_plan`, also in microbatches and with recomputation ("full", "block", "selective"), two more ("mixed":
 matrices of the MLPs or experts split, everything else data parallel; "spatial": rows of images split) by `parallelize`
 with constraints. Sizes are such that a step of a rank takes some tenths of a second on one thread, and its memory tens
 to hundreds of MB, so that small constant overheads do not decide.
@@ -129,6 +129,9 @@ TEMPLATES: Mapping[str, Mapping[str, Any]] = {
     "zero3-full": {"dp": 2, "zero": 3, "recompute": "full"},
     "zero3-block-microbatches": {"dp": 2, "zero": 3, "recompute": "block", "microbatches": 2},
     "tp-block": {"tp": 2, "recompute": "block"},
+    "dp-selective": {"dp": 2, "recompute": "selective"},
+    "zero3-selective-microbatches": {"dp": 2, "zero": 3, "recompute": "selective", "microbatches": 2},
+    "sp-selective": {"tp": 2, "sequence_parallel": True, "recompute": "selective"},
     "sp-full": {"tp": 2, "sequence_parallel": True, "recompute": "full"},
 }
 #: parameters that "mixed" splits; the other matrices are used whole, on samples that are split
