@@ -1,7 +1,7 @@
 """Operators whose results are not kept for the backward pass: whoever has saved one of them has it made again.
 
     forward    of what operators inside of such a run save, and of what others save of its results, autograd keeps a
-               `_Handle` instead; of the run stays what it reads, unless another run has made that
+               `_ToRemake` instead; of the run stays what it reads, unless another run has made that
     backward   the first handle that is asked for runs its run again, as it ran then: the same microbatch, the same
                random numbers. Every handle that is still wanted gets its tensor, and gives it back with its operator
 
@@ -31,20 +31,20 @@ Kind = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 Made = tuple[Tensor, ...]
 
 
-class _Handle:
+class _ToRemake:
     """What autograd keeps instead of a tensor, which is there from the second run on."""
 
     __slots__ = ("__weakref__", "run", "tensor")
 
-    def __init__(self, run: _Run) -> None:
-        self.run: _Run | None = run
+    def __init__(self, run: _RemadeRun) -> None:
+        self.run: _RemadeRun | None = run
         self.tensor: Tensor | None = None
 
 
-class _View:
+class _RemadeView:
     """A tensor that shares a result's memory. handle: of whoever saved it."""
 
-    def __init__(self, tensor: Tensor, handle: _Handle) -> None:
+    def __init__(self, tensor: Tensor, handle: _ToRemake) -> None:
         self._layout, self._handle = (tensor.size(), tensor.stride(), tensor.storage_offset()), weakref.ref(handle)
 
     def fill(self, made: Tensor) -> None:
@@ -53,17 +53,17 @@ class _View:
             handle.tensor = made.detach().as_strided(*self._layout)
 
 
-class _Run:
+class _RemadeRun:
     """One run of such operators, from forward to its second run."""
 
-    def __init__(self, function: Callable[..., Made], inputs: Sequence[Tensor], memory: _Memory) -> None:
+    def __init__(self, function: Callable[..., Made], inputs: Sequence[Tensor], memory: _RemadeResults) -> None:
         self._function, self._memory = function, memory
         owner = getattr(function, "__self__", None)
         self._then = AsThen(owner.mesh.progress if isinstance(owner, Block) else Progress())
         self._inputs = [(memory.pack(x.detach()), x.requires_grad) for x in inputs]
-        self._saved: list[tuple[weakref.ref[_Handle], Kind]] = []
+        self._saved: list[tuple[weakref.ref[_ToRemake], Kind]] = []
         self._kinds: list[Kind] = []
-        self._views: list[list[_View]] = []
+        self._views: list[list[_RemadeView]] = []
         self._count = 0
 
     def forward(self, inputs: Sequence[Tensor]) -> Made:
@@ -77,10 +77,10 @@ class _Run:
                 self._memory.note(result, self, number)
         return made
 
-    def view(self, number: int, tensor: Tensor) -> _Handle:
+    def view(self, number: int, tensor: Tensor) -> _ToRemake:
         """A handle instead of a tensor that shares a result's memory."""
-        handle = _Handle(self)
-        self._views[number].append(_View(tensor, handle))
+        handle = _ToRemake(self)
+        self._views[number].append(_RemadeView(tensor, handle))
         return handle
 
     def dtype(self, number: int) -> torch.dtype:
@@ -106,8 +106,8 @@ class _Run:
     def _name(self) -> str:
         return str(getattr(self._function, "__qualname__", self._function))
 
-    def _pack(self, tensor: Tensor) -> _Handle:
-        handle = _Handle(self)
+    def _pack(self, tensor: Tensor) -> _ToRemake:
+        handle = _ToRemake(self)
         self._saved.append((weakref.ref(handle), _kind(tensor)))
         return handle
 
@@ -122,19 +122,20 @@ class _Run:
             waiting.tensor = tensor
 
 
-class _Memory:
+class _RemadeResults:
     """The results of runs that are still there in a forward pass, by the address of their memory."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[StorageWeakRef, _Run, int]] = {}
+        self._made: dict[int, tuple[StorageWeakRef, _RemadeRun, int]] = {}
 
-    def note(self, result: Tensor, run: _Run, number: int) -> None:
+    def note(self, result: Tensor, run: _RemadeRun, number: int) -> None:
         """A result that nobody needs to keep."""
-        for address in [address for address, (alive, *_) in self._made.items() if alive.expired()]:
+        for address in [address for address, (memory, *_) in self._made.items() if memory.expired()]:  # type: ignore[no-untyped-call] # torch's
             del self._made[address]
-        self._made.setdefault(_address(result), (StorageWeakRef(result.untyped_storage()), run, number))
+        memory = StorageWeakRef(result.untyped_storage())  # type: ignore[no-untyped-call] # torch's
+        self._made.setdefault(_address(result), (memory, run, number))
 
-    def pack(self, tensor: Tensor) -> Tensor | _Handle:
+    def pack(self, tensor: Tensor) -> Tensor | _ToRemake:
         """What to keep of a tensor that is saved."""
         if tensor.layout is not torch.strided:
             return tensor
@@ -144,10 +145,10 @@ class _Memory:
         return run.view(number, tensor)
 
 
-_open: list[_Memory] = []  # of the forward pass that runs
+_open: list[_RemadeResults] = []  # of the forward pass that runs
 
 
-def unpacked(kept: Tensor | _Handle) -> Tensor:
+def unpacked(kept: Tensor | _ToRemake) -> Tensor:
     """The tensor that was saved."""
     if isinstance(kept, Tensor):
         return kept
@@ -166,7 +167,7 @@ def remaking(forward: Callable[..., Any]) -> Callable[..., Any]:
     def remembering(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args)
-        _open.append(memory := _Memory())
+        _open.append(memory := _RemadeResults())
         try:
             with saved_tensors_hooks(memory.pack, unpacked):
                 return forward(*args)
@@ -180,7 +181,7 @@ def remade(function: Callable[..., Made], *inputs: Tensor) -> Made:
     """Calls operators of a block, and again in the backward pass instead of keeping what they make."""
     if not torch.is_grad_enabled():
         return function(*inputs)
-    return _Run(function, inputs, _open[-1]).forward(inputs)
+    return _RemadeRun(function, inputs, _open[-1]).forward(inputs)
 
 
 def _address(tensor: Tensor) -> int:

@@ -159,7 +159,7 @@ class Recomputation:
         calls = Again(graph, plan.recompute, block_paths(graph) if statements else set())
         pieces = number_calls(_call_of(calls, statement) for statement in statements)
         by_itself = [isinstance(_call_of(calls, statement), str) for statement in statements]
-        memory = _Memory(graph, plan)
+        memory = _StatementMemory(graph, plan)
         steps = [
             memory.step(statement, piece, alone, _saves(graph, statement, reached))
             for statement, piece, alone in zip(statements, pieces, by_itself, strict=True)
@@ -181,7 +181,7 @@ class Recomputation:
         return value in self._again
 
 
-class _Memory:
+class _StatementMemory:
     """Memory of the values of statements, by number; views share that of what they are views of."""
 
     def __init__(self, graph: Graph, plan: StagePlan) -> None:

@@ -44,7 +44,7 @@ class Remakable:
 
 
 @dataclass(frozen=True)
-class Held:
+class BlockMemory:
     """Memory of a block's activations. maker: among those that may be computed again, or None for one that is kept;
     readers: those that read it; is_saved: whether autograd saves it, for whichever operator."""
 
@@ -59,7 +59,7 @@ class BlockTrade:
     """What may be computed again of a block."""
 
     operators: tuple[Remakable, ...]
-    memory: tuple[Held, ...]
+    memory: tuple[BlockMemory, ...]
 
     def kept_bytes(self, again: Iterable[str]) -> int:
         """What is kept where these are computed again."""
@@ -125,7 +125,7 @@ def block_trade(graph: Graph, nodes: Sequence[Node], time: Time, device: str) ->
             readers.setdefault(storage_root(name, graph), set()).update({node.name} & times.keys())
     constant = constant_tensors(graph)
     memory = (
-        Held(graph.tensors[root].num_bytes, _maker(graph, root, times), frozenset(names), root in roots)
+        BlockMemory(graph.tensors[root].num_bytes, _maker(graph, root, times), frozenset(names), root in roots)
         for root, names in readers.items()
         if root in graph.producers and root not in constant
     )

@@ -2,9 +2,9 @@
 
     python -m benchmarks.accuracy.pairs        # lists them
 
-Six kinds of plan by `template_plan`, also in microbatches and with recomputation ("full", "block", "selective"), two more ("mixed":
-matrices of the MLPs or experts split, everything else data parallel; "spatial": rows of images split) by `parallelize`
-with constraints. Sizes are such that a step of a rank takes some tenths of a second on one thread, and its memory tens
+Six kinds of plan by `template_plan`, also in microbatches and with recomputation ("full", "block", "selective"), two
+more ("mixed": matrices of the MLPs or experts split, everything else data parallel; "spatial": rows of images split) by
+`parallelize` with constraints. Sizes are such that a step of a rank takes some tenths of a second on one thread, and its memory tens
 to hundreds of MB, so that small constant overheads do not decide.
 """
 
@@ -183,12 +183,12 @@ def _pairs(model: str, plans: str) -> tuple[Pair, ...]:
 
 
 PAIRS = (
-    *_pairs("gpt-small", "dp zero1 zero2 zero3 tp sp mixed dp-microbatches dp-full zero3-full tp-block"),
+    *_pairs("gpt-small", "dp zero1 zero2 zero3 tp sp mixed dp-microbatches dp-full zero3-full tp-block zero3-selective-microbatches sp-selective"),
     *_pairs("gpt-wide", "dp zero1 zero3 tp sp zero2-microbatches sp-full"),
     *_pairs("gpt-long", "dp zero3 tp sp tp-microbatches dp-full dp-block"),
-    *_pairs("llama-small", "dp zero1 zero2 zero3 tp sp mixed zero3-microbatches dp-full tp-block"),
+    *_pairs("llama-small", "dp zero1 zero2 zero3 tp sp mixed zero3-microbatches dp-full tp-block dp-selective"),
     *_pairs("llama-wide", "dp zero2 zero3 tp sp dp-block zero3-full"),
-    *_pairs("moe-small", "dp zero1 zero3 tp mixed zero2-microbatches dp-full zero3-block-microbatches"),
+    *_pairs("moe-small", "dp zero1 zero3 tp mixed zero2-microbatches dp-full zero3-block-microbatches dp-selective"),
     *_pairs("moe-wide", "dp zero2 zero3 tp mixed zero3-full"),
     *_pairs("wide_resnet-small", "dp zero1 zero3 tp spatial mixed dp-full"),
     *_pairs("wide_resnet-wide", "dp zero2 zero3 tp zero3-full"),
