@@ -153,8 +153,9 @@ doubled, one more number of them is simulated."""
 
 # template ----------------------------------------
 
-TEMPLATE_COUNTS = (1, 2, 4, 8)
-"""Numbers of microbatches that are looked at, until one fits."""
+FIRST_COUNT = 8
+"""Where memory is tight, a template is known from at most so many microbatches. Halved, what small ones cost is judged
+by that of larger ones; doubled, the other way about."""
 TEMPLATE_TRIES = 3
 """Limits, and numbers of blocks that are computed again, that are tried until a template fits."""
 NEAR_SHARDED = 1.1
