@@ -4,8 +4,8 @@
 
 Six kinds of plan by `template_plan`, also in microbatches and with recomputation ("full", "block", "selective"), two
 more ("mixed": matrices of the MLPs or experts split, everything else data parallel; "spatial": rows of images split) by
-`parallelize` with constraints. Sizes are such that a step of a rank takes some tenths of a second on one thread, and its memory tens
-to hundreds of MB, so that small constant overheads do not decide.
+`parallelize` with constraints. Sizes are such that a step of a rank takes some tenths of a second on one thread, and its
+memory tens to hundreds of MB, so that small constant overheads do not decide.
 """
 
 from __future__ import annotations
@@ -183,7 +183,8 @@ def _pairs(model: str, plans: str) -> tuple[Pair, ...]:
 
 
 PAIRS = (
-    *_pairs("gpt-small", "dp zero1 zero2 zero3 tp sp mixed dp-microbatches dp-full zero3-full tp-block zero3-selective-microbatches sp-selective"),
+    *_pairs("gpt-small", "dp zero1 zero2 zero3 tp sp mixed dp-microbatches dp-full zero3-full tp-block"),
+    *_pairs("gpt-small", "zero3-selective-microbatches sp-selective"),
     *_pairs("gpt-wide", "dp zero1 zero3 tp sp zero2-microbatches sp-full"),
     *_pairs("gpt-long", "dp zero3 tp sp tp-microbatches dp-full dp-block"),
     *_pairs("llama-small", "dp zero1 zero2 zero3 tp sp mixed zero3-microbatches dp-full tp-block dp-selective"),
