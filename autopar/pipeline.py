@@ -159,11 +159,12 @@ def template_plan(
     schedule: "gpipe" (all forward, then all backward), "1f1b" (as few microbatches in flight as
     keep the stages busy), "interleaved" (1f1b with `chunks` stages a submesh, in turn), "zero_bubble" (1f1b whose
     gradients of parameters are made later than those that earlier stages wait for), "interleaved_zero_bubble" (both) or
-    "zero_bubble_v" (two stages a submesh, the second ones from the last submesh to the first). microbatches: the global batch is
-    cut into so many, each split over dp.
+    "zero_bubble_v" (two stages a submesh, the second ones from the last submesh to the first). microbatches: the global
+    batch is cut into so many, each split over dp.
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
-    modules around each block's attention operator alone (selective recomputation). check: as in `parallelize`.
+    modules around each block's attention operator alone; "selective" for operators that are cheap for the memory that
+    this frees, such as norms and activations. check: as in `parallelize`.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, dp=dp, tp=tp, pp=pp, zero=zero,
