@@ -288,8 +288,8 @@ class Copies:
         return total
 
     def scatter_bytes(self, tensor: str, source: Placement, steps: Sequence[Step]) -> int:
-        """For a parameter's gradient on its way home, beside the gradient itself and what arrives: of what is scattered,
-        and of small shards that are summed then."""
+        """For a parameter's gradient on its way home, beside the gradient itself and what arrives: of what is
+        scattered, and of small shards that are summed then."""
         total, is_scattered = 0, False
         for _, step, after in reversed(self._walk(source, steps)):
             kinds = step.before.kind, step.after.kind
