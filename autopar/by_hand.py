@@ -32,7 +32,7 @@ def template_of_graph(
 ) -> Plan:  # fmt: skip
     """`template_plan` of a traced model, under further constraints."""
     axes = template_axes(mesh, dp, tp, pp, hsdp)
-    check_hsdp(hsdp, zero)
+    check_hsdp(mesh, pp, hsdp, zero)
     first_ranks = template_ranks(mesh, pp, chunks, schedule)
     part = divided(graph, find_blocks(graph), microbatches)
     paths = tuple(path for group in part.blocks.paths for path in group)

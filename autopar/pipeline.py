@@ -146,8 +146,8 @@ def template_plan(
     model: nn.Module, mesh: Mesh, example_inputs: Any, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
     schedule: str = "1f1b", chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False,
     zero: int = 0, hsdp: int = 1, recompute: str = "none", split: str = "equal",
-    loss_fn: Callable[..., Any] | None = None, mode: str = "train", optimizer: str | None = "adamw", precision: str | None = None,
-    memory_limit: int | None = None, check: bool = True,
+    loss_fn: Callable[..., Any] | None = None, mode: str = "train", optimizer: str | None = "adamw",
+    precision: str | None = None, memory_limit: int | None = None, check: bool = True,
 ) -> Plan:  # fmt: skip
     """The plan that people write by hand for dp × tp × pp devices, as constraints around which the rest is solved.
 
@@ -171,7 +171,7 @@ def template_plan(
         hsdp=hsdp, microbatches=microbatches, chunks=chunks, layers=layers,
     )  # fmt: skip
     template_axes(checked(mesh), dp, tp, pp, hsdp)  # refused before the model is traced
-    check_hsdp(hsdp, zero)
+    check_hsdp(mesh, pp, hsdp, zero)
     template_ranks(mesh, pp, chunks, schedule)
     given = model, example_inputs, loss_fn, mode, _precision(precision)
     graph = _trace(*given)

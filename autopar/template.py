@@ -49,8 +49,10 @@ def template_ranks(mesh: Mesh, pp: int, chunks: int, schedule: str) -> tuple[int
     return tuple(firsts) * (chunks if has_chunks else 1)
 
 
-def check_hsdp(hsdp: int, zero: int) -> None:
-    """That there is something to shard among so many ranks. Raises PlanError."""
+def check_hsdp(mesh: Mesh, pp: int, hsdp: int, zero: int) -> None:
+    """That there is something to shard among so many ranks, whose batches are equal. Raises PlanError."""
+    if hsdp > 1 and pp == 1 and not mesh.is_homogeneous:
+        raise PlanError(f"expected devices of one kind, or stages, with hsdp={hsdp}, found {mesh}")
     if hsdp > 1 and zero == 0:
         raise PlanError(f"expected zero as 1, 2 or 3 with hsdp={hsdp}, which says among how many ranks, found 0")
 
