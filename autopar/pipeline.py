@@ -164,7 +164,8 @@ def template_plan(
     dp, with a copy for each such group: gradients are reduce-scattered inside and all-reduced across. 1: among all.
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
-    modules around each block's attention operator alone (selective recomputation). check: as in `parallelize`.
+    modules around each block's attention operator alone; "selective" for operators that are cheap for the memory that
+    this frees, such as norms and activations. check: as in `parallelize`.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, dp=dp, tp=tp, pp=pp, zero=zero,
