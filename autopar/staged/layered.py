@@ -11,18 +11,11 @@ import numpy as np
 
 from autopar.clock import worked
 from autopar.cost import Profile
-<<<<<<< HEAD
 from autopar.cost.compute import node_time_ns
-from autopar.interop import Folded, StageKind, balanced_layers, block_layers, fold
-from autopar.intraop import Sends
-from autopar.ir.graph import Graph, Node
-=======
-from autopar.errors import PlanError
 from autopar.interop import Folded, Layers, StageKind, balanced_layers, block_layers, fold
 from autopar.intraop import Sends
 from autopar.ir.constraint import may_run
-from autopar.ir.graph import Graph
->>>>>>> main
+from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Axis
 from autopar.ir.structure import batch_inputs
@@ -34,13 +27,8 @@ from autopar.simulate.alone import LayerCost, layer_costs
 from autopar.simulate.cores import part_of_step, sharing_of
 from autopar.staged.ends import ModelEnds, ends_of
 from autopar.staged.ways import EstimatedStages, Setting, StageStrategy
-<<<<<<< HEAD
-from autopar.staging import cut
-from autopar.template import template_constraints
-=======
 from autopar.staging import cut, node_times_ns
-from autopar.template import template_constraints, template_recompute
->>>>>>> main
+from autopar.template import template_constraints
 from autopar.trace import Blocks
 from autopar.tunables import CORE_STEPS, KIND_S, MOST_LAYERS, PEAK_SLACK
 from autopar.zero import joined, pinned_modules, recomputable, selective_levels
