@@ -308,7 +308,7 @@ class StagedSearch:
         if self._least(found) == _NEVER:
             return found
         for recompute in self.layered.recomputations:
-            limits = curve if recompute != "full" else replace(curve, in_flight=0)
+            limits = replace(curve, in_flight=0) if recompute in ("extensive", "full") else curve
             found += self._fitted(setting, limits, (fastest, smallest), recompute, self._least(found))
         return found
 
