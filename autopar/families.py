@@ -36,9 +36,9 @@ from autopar.trace import find_blocks
 from autopar.tunables import (
     ALIKE,
     EXPOSED,
+    FIRST_COUNT,
     LEAST_GAIN,
     NEAR_SHARDED,
-    TEMPLATE_COUNTS,
     TEMPLATE_TRIES,
     USAGE_ABOVE,
     USAGE_BELOW,
@@ -119,19 +119,20 @@ class Family:
         self._beyond: list[float] = []  # of what was played, so many times the least a step took
         self._peaks: dict[Template, int] = {}  # of what was played and did not fit
         pinned = [rule.microbatches for rule in request.constraints if rule.microbatches is not None]
-        self.counts = pinned[:1] or self._possible_counts()
+        self.pinned = pinned[:1]
         self.samples = min((graph.tensors[name].shape[0] for name in batch_inputs(graph)), default=_MANY)
         self.parts, self.batch, self.place = cache(self._parts), cache(self._batch), cache(self._place)
+        self.divides = cache(partial(divisible, self.folded.graph))
 
-    def _possible_counts(self) -> Sequence[int]:
-        """Where a batch divides into so many microbatches, it does into half as many."""
-        trains, short = self.request.mode == "train", self.folded.graph
-        last = next(
-            n
-            for n in range(len(TEMPLATE_COUNTS), 0, -1)
-            if n == 1 or (trains and divisible(short, TEMPLATE_COUNTS[n - 1]))
-        )
-        return TEMPLATE_COUNTS[:last]
+    def _counts_of(self, dp: int) -> list[int]:
+        """Numbers of microbatches that are looked at, ascending: those in which each rank has equally many samples;
+        where it cannot have that, those that divide the batch. The pinned number, if one is."""
+        if self.pinned:
+            return [count for count in self.pinned if self.samples >= dp * count]
+        if self.samples < dp or self.samples == _MANY or self.request.mode != "train":
+            return [1] if self.samples >= dp else []
+        each = self.samples // (1 if self.samples % dp else dp)
+        return [count for count in divisors(each) if self.samples >= dp * count and self.divides(count)]
 
     def look(self) -> None:
         """Raises nothing: a template that cannot be is told of in a row."""
@@ -142,7 +143,7 @@ class Family:
     def _may_be_near(self, dp: int, tp: int) -> bool:
         """Looks at a shape. False where it is so much slower than the best, whatever its memory, that no larger `tp`,
         which sends more, is near it."""
-        counts = [count for count in self.counts if self.samples >= dp * count]
+        counts = self._counts_of(dp)
         one = Template(dp, tp, 3 if dp > 1 else 0)
         if not counts:
             return True
@@ -158,7 +159,7 @@ class Family:
         computed again of as many blocks as it takes, in the number of microbatches that is estimated to be fastest.
         """
         is_tight = self.searched.microbatches > 1 or bool(self.searched.recompute)
-        first = replace(family, microbatches=counts[-1 if is_tight else 0])
+        first = replace(family, microbatches=_first_of(counts) if is_tight else counts[0])
         try:
             known = _KnownTemplate(self.place(first))
         except AutoparError as error:
@@ -202,7 +203,7 @@ class Family:
         if sharded.predicted.step_time_ns > NEAR_SHARDED * self.best_ns or one.zero < 3:
             return
         beyond = sharded.predicted.peak_bytes - usage
-        for zero in (1, 0) if one.microbatches == 1 else (2,):
+        for zero in (1, 0) if one.microbatches == 1 else (2, 1):
             if self._look(replace(one, zero=zero), beyond if zero else None) is None:
                 break
 
@@ -379,6 +380,11 @@ class _KnownTemplate:
     def _least(self) -> tuple[int, int]:
         least = self.place.placements.least_memory(*_SOLVE[:2])
         return least.stored_bytes, least.usage_bytes - least.stored_bytes
+
+
+def _first_of(counts: Sequence[int]) -> int:
+    """The number of microbatches in which a template is known, where many are needed."""
+    return max((count for count in counts if count <= FIRST_COUNT), default=counts[0])
 
 
 def _blocks_for(size: int, saved: int, every: int) -> int:

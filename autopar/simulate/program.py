@@ -52,7 +52,7 @@ from autopar.ops.inner import Inner
 from autopar.ops.saved import Extra
 from autopar.ops.table import operator
 from autopar.ops.workspace import Sizes
-from autopar.runtime.packing import LONE_BYTES
+from autopar.runtime.packing import LONE_BYTES, pack_gathers
 from autopar.simulate.facts import (
     Call,
     Copies,
@@ -861,6 +861,12 @@ class Lowering:
         return local_shape(self.graph.tensors[tensor].shape, placement, evenly(self.plan.axes))
 
     # Buckets ----------------------------------------
+
+    def first_gathers_of(self, program: LocalProgram) -> list[Bucket]:
+        """The buckets that slots are gathered in when the step begins, which come in the order of their first use."""
+        self.program, slots = program, program.slots
+        moved = (n for n, slot in enumerate(slots) if slot.steps)
+        return [*map(self._bucket, pack_gathers(moved, lambda n: slots[n].steps, lambda n: slots[n].used_bytes))]
 
     def gathers_of(self, program: LocalProgram) -> list[Bucket]:
         """The buckets that a program's slots are gathered in."""

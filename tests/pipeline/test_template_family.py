@@ -99,6 +99,21 @@ def test_where_memory_limits_zero_2_is_looked_at_in_several_microbatches() -> No
     assert rows["dp=4, zero=2, microbatches=4"].step_time_ns == template.predicted.step_time_ns
 
 
+@pytest.mark.parametrize(("samples", "count"), [(64, 16), (36, 9)], ids=["more than eight", "no power of two"])
+def test_templates_have_as_many_microbatches_as_it_takes(samples: int, count: int) -> None:
+    """Of Llama-3-8B on 8 h100, 16 microbatches fit and 8 do not; those were the most that were looked at."""
+    config = replace(CONFIG, seq_len=512, batch_size=samples)
+    with torch.device("meta"):
+        graph = trace(llama.build(config), llama.example_inputs(config))
+    template = template_of_graph(graph, MESH, dp=4, zero=3, microbatches=count)
+    limit = template.predicted.peak_bytes
+    slow = replace(template, predicted=replace(template.predicted, step_time_ns=10**12))
+    found = with_templates(graph, slow, request(limit=limit))
+    assert found.predicted.step_time_ns <= template.predicted.step_time_ns
+    rows = {row.template: row for row in found.search.tried}
+    assert rows[f"dp=4, zero=3, microbatches={count}"].step_time_ns == template.predicted.step_time_ns
+
+
 def test_templates_split_the_sequence_beside_tp(graph: Graph) -> None:
     slow = template_of_graph(graph, MESH, tp=4)
     slow = replace(slow, predicted=replace(slow.predicted, step_time_ns=10**12))

@@ -1,0 +1,85 @@
+"""The grid: what people write down of a configuration, and all of them that a row's devices and batch allow.
+
+dp × tp × pp = devices, tp 1 to 16, pp 1 to 32 in powers of two; microbatches: every number that divides a batch
+among dp; ZeRO 0 to 3 where dp > 1; sequence parallel where tp > 1; recomputation of nothing, of attention, of all;
+schedules with 1 chunk a submesh, or with 2, 4 and 8. Layers need not divide: the first and last stages have fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+from autopar.ir.schedule import PLAIN, SCHEDULES, makes_rounds
+from autopar.zero import KINDS
+
+TENSOR = (1, 2, 4, 8, 16)
+PIPELINE = (1, 2, 4, 8, 16, 32)
+CHUNKS = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What placements depend on."""
+
+    dp: int = 1
+    tp: int = 1
+    microbatches: int = 1
+    zero: int = 0
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True)
+class Expert:
+    """A configuration: placements, and how stages run them."""
+
+    placed: Placed
+    pp: int = 1
+    schedule: str = PLAIN
+    chunks: int = 1
+    recompute: str = "none"
+
+    def __str__(self) -> str:
+        own, given = (
+            {f.name: getattr(what, f.name) for f in fields(what) if getattr(what, f.name) != f.default}
+            for what in (self, self.placed)
+        )
+        own.pop("placed")
+        return ", ".join(f"{name}={value}" for name, value in (given | own).items())
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.chunks
+
+
+def placements_of(devices: int, sequences: int, pp: int) -> Iterator[Placed]:
+    """All that stages of so many of the devices may have."""
+    for tp in TENSOR:
+        dp = devices // pp // tp
+        if dp < 1 or sequences % dp:
+            continue
+        counts = [count for count in range(1, sequences // dp + 1) if sequences // dp % count == 0]
+        for count in counts:
+            for zero in (0, 1, 2, 3) if dp > 1 else (0,):
+                for split in (False, True) if tp > 1 else (False,):
+                    yield Placed(dp, tp, count, zero, split)
+
+
+def ways_of(placed: Placed, pp: int, layers: int, schedules: Sequence[str]) -> Iterator[Expert]:
+    """How stages may run them."""
+    for name in schedules if pp > 1 else (PLAIN,):
+        row = SCHEDULES[name]
+        if pp > 1 and row.makes_rounds and not makes_rounds(placed.microbatches, pp):
+            continue
+        for chunks in CHUNKS if row.has_chunks and pp > 1 else (1,):
+            if pp * chunks > layers:
+                continue
+            for again in KINDS if not (row.splits_backward and pp > 1) else KINDS[:1]:
+                yield Expert(placed, pp, name, chunks, again)
+
+
+def sizes_of(layers: int, stages: int) -> list[int]:
+    """How many layers each stage has: the same, or one more in the middle, where neither embedding nor head is."""
+    each, more = divmod(layers, stages)
+    first = (stages - more + 1) // 2
+    return [each + (first <= stage < first + more) for stage in range(stages)]

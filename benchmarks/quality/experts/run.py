@@ -1,0 +1,173 @@
+"""The best of the configurations that people run, beside the plan that the search finds.
+
+    python -m benchmarks.quality.experts.run [--row NAME …] [--search fast --search default] [--no-grid | --no-search]
+
+Of each row (`rows`) the grid (`grid`) is played by the simulator, in the order of an estimate. Not played is what
+cannot be faster than the best that fits, by a bound; what stores more than a device holds; what computes again where
+nothing need be; and what an estimate says is far slower (`--beyond`) or larger: a count says how many of each. Then the
+same request is searched for, and the ratio of both steps is noted. Written to results.json and results.md, a row as
+soon as it is there; rows of other requests are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Plan
+from autopar.ir.schedule import SCHEDULES
+from autopar.pipeline import planned_jointly
+from autopar.request import BUDGETS, Request
+from autopar.tunables import USAGE_ABOVE
+from benchmarks.facts import facts, write_record
+from benchmarks.quality.experts.grid import PIPELINE, Expert, placements_of, ways_of
+from benchmarks.quality.experts.played import Played, Player
+from benchmarks.quality.experts.rows import ROWS, Row
+
+FILE = Path(__file__).with_name("results")
+KEPT = 5
+"""Of the best of a grid, how many are noted."""
+
+
+def experts_of(row: Row, layers: int, schedules: Sequence[str]) -> Iterator[Expert]:
+    """The grid of a row."""
+    for pp in PIPELINE:
+        if pp <= layers and row.devices % pp == 0:
+            for placed in placements_of(row.devices, row.sequences, pp):
+                yield from ways_of(placed, pp, layers, schedules)
+
+
+def best_of_grid(row: Row, graph: Graph, schedules: Sequence[str], most: int, beyond: float) -> dict[str, Any]:
+    """Plays what may be the best of a row's grid."""
+    began, player = time.process_time(), Player(graph, row.mesh)
+    every = sorted(experts_of(row, player.layers.count, schedules), key=player.likely_ns)
+    fitting, counts = list[Played](), Counter[str]()
+    settled = set[Expert]()  # with nothing computed again they fit
+    best_ns: float = math.inf
+    for expert in every:
+        why = _left_out(player, expert, best_ns, beyond, settled)
+        why = why or ("left" if counts["played"] >= most else "")
+        played = None if why else _played(player, expert, counts)
+        counts[why or "played"] += 1
+        if played is not None and played.peak_bytes <= player.limit:
+            fitting.append(played)
+            settled |= {expert} if expert.recompute == "none" else set()
+            if played.step_ns < best_ns:
+                best_ns = played.step_ns
+                print(f"  {best_ns / 1e9:.3f} s, {played.peak_bytes / 1e9:.1f} GB: {expert}", flush=True)
+    fitting.sort(key=lambda one: one.step_ns)
+    return {
+        "configurations": len(every), **counts, "fit": len(fitting), "limit_bytes": player.limit,
+        "processor_s": round(time.process_time() - began, 1),
+        "best": [
+            {"expert": str(one.expert), "step_time_ns": one.step_ns, "peak_bytes": one.peak_bytes}
+            for one in fitting[:KEPT]
+        ],
+    }  # fmt: skip
+
+
+def _left_out(player: Player, expert: Expert, best_ns: float, beyond: float, settled: set[Expert]) -> str:
+    """Why a configuration is not played, if it is not."""
+    if player.least_ns(expert) >= best_ns:
+        return "slower by a bound"
+    if replace(expert, recompute="none") in settled:
+        return "fit with less computed again"
+    if player.likely_bytes(expert) > USAGE_ABOVE * player.limit:
+        return "too large by an estimate"
+    if player.likely_ns(expert) > beyond * best_ns:
+        return "slower by an estimate"
+    return "store too much" if player.stores_too_much(expert) else ""
+
+
+def _played(player: Player, expert: Expert, counts: Counter[str]) -> Played | None:
+    try:
+        return player.played(expert)
+    except AutoparError:
+        counts["of these not possible"] += 1
+        return None
+
+
+def searched(row: Row, graph: Graph, search: str) -> dict[str, Any]:
+    """What the search finds for a row's request."""
+    began = time.process_time()
+    plan = planned_jointly(graph, Request(row.mesh, "train", "adamw", None, (), BUDGETS[search]))[1]
+    return {
+        "step_time_ns": plan.predicted.step_time_ns, "peak_bytes": plan.predicted.peak_bytes,
+        "processor_s": round(time.process_time() - began, 1), "plan": _told(plan),
+    }  # fmt: skip
+
+
+def _told(plan: Plan) -> str:
+    """A plan in a line."""
+    axes = dict.fromkeys("×".join(str(axis.size) for axis in stage.axes) or "1" for stage in plan.stages)
+    submeshes = len({stage.first_rank for stage in plan.stages})
+    said = [f"{submeshes} submeshes of {' + '.join(axes)}", f"microbatches={plan.microbatches}"]
+    if submeshes > 1:
+        said += [f"schedule={plan.schedule}", f"stages={len(plan.stages)}"]
+    said += [f"{len(plan.recompute)} modules recomputed"] if plan.recompute else []
+    return ", ".join([*said, plan.search.method.split(":")[0]])
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """For people."""
+    said = ["| row | best of the grid | s | found | s | ratio | processor s |", "|---|---|---|---|---|---|---|"]
+    for one in rows:
+        best = (one.get("grid") or {"best": []})["best"]
+        for search, found in one.get("searched", {}).items():
+            ratio = f"{found['step_time_ns'] / best[0]['step_time_ns']:.3f}" if best else ""
+            name, step = (best[0]["expert"], f"{best[0]['step_time_ns'] / 1e9:.3f}") if best else ("none fits", "")
+            said.append(
+                f"| {one['row']}, {search} | {name} | {step} | {found['plan']} | {found['step_time_ns'] / 1e9:.3f} "
+                f"| {ratio} | {found['processor_s']} |"
+            )
+    return "\n".join(said)
+
+
+def main() -> None:
+    """Measures what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--row", action="append", choices=ROWS)
+    parser.add_argument("--search", action="append", choices=BUDGETS)
+    parser.add_argument("--schedule", action="append", choices=SCHEDULES)
+    parser.add_argument("--most", type=int, default=2000, help="configurations that are played of a row")
+    parser.add_argument("--beyond", type=float, default=1.2, help="times the best that an estimate may be to be played")
+    parser.add_argument("--no-grid", action="store_true")
+    parser.add_argument("--no-search", action="store_true")
+    parser.add_argument("--output", type=Path, default=FILE)
+    options = parser.parse_args()
+    for name in options.row or ROWS:
+        row, graph = ROWS[name], ROWS[name].graph()
+        print(name, flush=True)
+        found: dict[str, Any] = {}
+        if not options.no_grid:
+            found["grid"] = best_of_grid(row, graph, options.schedule or [*SCHEDULES], options.most, options.beyond)
+            print(json.dumps(found["grid"], indent=1), flush=True)
+            _write(options.output, name, found)
+        for search in () if options.no_search else options.search or ("fast", "default"):
+            found["searched"] = {search: searched(row, graph, search)}
+            print(json.dumps(found["searched"]), flush=True)
+            _write(options.output, name, found)
+
+
+def _write(place: Path, name: str, found: dict[str, Any]) -> None:
+    """Into the record, in which what else is known of rows is kept."""
+    file = place.with_name(f"{place.name}.json")
+    rows = {one["row"]: one for one in json.loads(file.read_text())["rows"]} if file.exists() else {}
+    known = rows.setdefault(name, {"row": name})
+    known |= {"grid": found["grid"]} if "grid" in found else {}
+    known["searched"] = known.get("searched", {}) | found.get("searched", {})
+    ordered = [rows[each] for each in ROWS if each in rows]
+    write_record(place, facts("benchmarks.quality.experts.run"), {"rows": ordered}, table(ordered))
+
+
+if __name__ == "__main__":
+    main()
