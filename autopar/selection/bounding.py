@@ -38,10 +38,10 @@ class Bounded:
     cost: int
 
 
-def bounded(core: Core, most_sweeps: int = _MOST_SWEEPS) -> Bounded:
+def bounded(core: Core) -> Bounded:
     """The best bound of some sweeps, and the best choice that the costs left over lead to."""
     tables, best, bound = _Tables(core), None, -1
-    for _ in range(most_sweeps):
+    for _ in range(_MOST_SWEEPS):
         tables.sweep()
         worked(core.num_entries * SWEEP_S)
         values = tables.cheapest()

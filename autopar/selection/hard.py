@@ -94,7 +94,10 @@ def _search_simplified(
             offers = bounds.advance(choices.cost, 2 if bounds.branching and choices.stagnant else 1)
             for offer in offers:
                 choices.consider(offer, mend=not bounds.branching)
-            is_better = _improved(choices, bounds, clock) if clock.is_counted else not offers and choices.improve()
+            if clock.is_counted:
+                is_better = _improved(choices, bounds, clock)
+            else:
+                is_better = not offers and choices.improve(rests=bounds.branching)
             if clock.is_counted and not (offers or is_better or bounds.is_busy):
                 break
             if not (clock.is_counted or offers or is_better):
@@ -110,7 +113,7 @@ def _search_simplified(
 def _improved(choices: _ChoiceSearch, bounds: _BoundSearch, clock: Clock) -> bool:
     """Improves the best choice for as long as what runs beside it is likely to take; whether that did anything."""
     turn, steps = clock.within(bounds.likely_s), 0
-    while not (steps and turn.is_over) and choices.improve():
+    while not (steps and turn.is_over) and choices.improve(rests=True):
         steps += 1
     return steps > 0
 
@@ -243,7 +246,9 @@ class _ChoiceSearch:
     def stagnant(self) -> bool:
         """Whether the last improvement lies so far back that the processor is better used elsewhere."""
         now = self._clock.now
-        return now - self._improved > max(_STAGNATION_S, _STAGNATION_SHARE * (now - self._started))
+        return not self._is_early and now - self._improved > max(
+            _STAGNATION_S, _STAGNATION_SHARE * (now - self._started)
+        )
 
     def begin(self) -> None:
         """Finds something to go on from where nothing is known."""
@@ -264,10 +269,13 @@ class _ChoiceSearch:
             if mended is not None:
                 self._adopt(mended)
 
-    def improve(self) -> bool:
-        """Improves the best choice by one step; False when there is none, no time, or little hope just now."""
+    def improve(self, *, rests: bool) -> bool:
+        """Improves the best choice by one step; False when there is none, no time, or little hope just now.
+
+        rests: whether another process has a use for the processor where there is little hope.
+        """
         started = self._clock.now
-        if not self._searches or (self.stagnant and started < self._next_try):
+        if not self._searches or (rests and self.stagnant and started < self._next_try):
             return False
         way = _PRICES if self._is_early else self._worths.choose(self._clock.left_s)
         advanced = way is not None and self._advance(way)

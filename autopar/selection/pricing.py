@@ -7,7 +7,7 @@
 A price makes places far apart in the network and in time agree on what memory is worth; what is re-solved under rows
 (`neighbourhood`) has to be small, and cannot trade with what it does not hold. Prices alone do not tell where half of
 what they are indifferent to has to be chosen: that is left to merging, which knows the rows.
-Each round that leaves the trial as it is begins another way: from messages through all of the network (`bounding`), at
+Each round that leaves the trial as it is begins another way: from messages through all of the network (`messages`), at
 first and ever less often, or by another value of a hub.
 """
 
@@ -19,20 +19,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.clock import Clock, worked
-from autopar.selection.bounding import bounded
 from autopar.selection.conditioning import solve_beside_cutset
 from autopar.selection.elimination import eliminate
 from autopar.selection.merging import merged
+from autopar.selection.messages import Messages
 from autopar.selection.problem import INFINITE, Int64Array
 from autopar.selection.subproblems import Subproblems
 from autopar.selection.usage import worst_positions
 from autopar.tunables import PART_S, REDUCE_S
 
-_FIRST_ANEW, _ANEW_GROWTH = 2, 4
-"""Trials begin anew at the first round, at this one, and at each that is so many times as late."""
+_EARLY_ROUNDS, _ANEW_EVERY = 8, 10
+"""Trials begin anew at each of the first rounds, while prices are far from those that hold, then at one in so many."""
 _PASSES, _FIRST_PASSES = 3, 6
 """So often a trial is solved beside a cutset at each round's prices, and after it began another way."""
-_SWEEPS = 8
+_FIRST_SWEEPS, _SWEEPS = 10, 4
+"""Messages are sent there and back so often."""
 _KICK_PASSES = 2
 _ROWS_A_ROUND = 4
 _STEP, _STEP_HALVES = 3.0, 15
@@ -41,6 +42,8 @@ rounds."""
 _LARGEST_STEP = 0.5
 _FIRST_PRICE = 0.1
 """Of a row, as a share of what a choice costs in all per byte of the room."""
+_RISES = (1.25, 1.6, 2.5)
+"""A trial that does not fit is solved again at so many times the prices until it does."""
 _LURES = (0.0, 0.5, 0.8, 1.0, 1.25)
 """The best choice is solved again at so many times the prices: less draws it to what costs less, more to what uses
 less."""
@@ -57,7 +60,7 @@ class PriceLedSearch:
         self._prices = np.zeros(len(parts.network.room_starts))
         self._rows: set[int] = set()
         self.rounds = 0
-        self._next_anew = 0
+        self._messages: Messages | None = None
         self._trial = list(values)
         self._entries = parts.network.num_entries
 
@@ -71,11 +74,10 @@ class PriceLedSearch:
             return False
         before = self._trial
         unary = self._priced(1.0)
-        if self.rounds == self._next_anew:
+        if self.rounds < _EARLY_ROUNDS or self.rounds % _ANEW_EVERY == 0:
             self._begin_anew(unary)
-            self._next_anew = max(_FIRST_ANEW, _ANEW_GROWTH * self.rounds)
         self._trial = self._solved(unary, self._trial, _PASSES)
-        self._take(self._trial)
+        self._take(self._frugal())
         if self.rounds:
             lured = self._priced(self._chance.choice(_LURES))
             self._take(self._solved(lured, self.values, 1))
@@ -102,10 +104,22 @@ class PriceLedSearch:
             found = solve_beside_cutset(self._parts, unary, found, self._chance, free)
         return found
 
+    def _frugal(self) -> list[int]:
+        """The trial, or what becomes of it at prices at which it fits, if it does at any of some."""
+        found = self._trial
+        for share in _RISES:
+            if self._parts.usage.excess(found).max(initial=0) <= 0:
+                break
+            found = self._solved(self._priced(share), found, 1)
+        return found
+
     def _begin_anew(self, unary: list[Int64Array]) -> None:
         """Goes on from what messages lead to, where that is better at these prices."""
         core = eliminate(unary, self._parts.network.pairs)
-        found = self._solved(unary, core.expand(bounded(core, _SWEEPS).values), _FIRST_PASSES)
+        first = self._messages is None
+        self._messages = self._messages or Messages(core)
+        values = self._messages.values(core, _FIRST_SWEEPS if first else _SWEEPS)
+        found = self._solved(unary, core.expand(values), _FIRST_PASSES if first else _PASSES)
         if self.rounds == 0 or self._cost(unary, found) < self._cost(unary, self._trial):
             self._trial = found
 

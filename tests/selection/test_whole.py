@@ -9,7 +9,9 @@ import pytest
 
 from autopar.clock import Clock
 from autopar.selection.conditioning import solve_beside_cutset
+from autopar.selection.elimination import Core
 from autopar.selection.merging import merged
+from autopar.selection.messages import Messages
 from autopar.selection.network import Network, Use
 from autopar.selection.pricing import PriceLedSearch
 from autopar.selection.problem import INFINITE
@@ -120,6 +122,22 @@ def test_the_search_by_prices_only_improves_always_fits_and_mostly_reaches_the_o
     # Prices cannot tell all choices apart; on problems this small they come within a fifth of what there was to gain.
     first, least = network.cost(choices[0]), network.cost(choices[-1])
     assert search.cost - least <= 0.2 * (first - least)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_messages_lead_to_the_optimum_of_a_tree_and_from_there_to_that_of_other_costs(seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    sizes = chance.integers(1, 5, size=7)
+    pairs = {(int(chance.integers(0, v)), v): chance.integers(0, 99, (0, 0)) for v in range(1, 7)}
+    messages = None
+    for _ in range(2):
+        unary = [chance.integers(0, 99, size) for size in sizes]
+        pairs = {(i, j): chance.integers(0, 99, (sizes[i], sizes[j])) for i, j in pairs}
+        network = Network(unary, pairs, [], np.zeros(1, np.int64), np.zeros(1, np.int64), ())
+        core = Core(unary, pairs, 0, tuple(range(7)), 7, ())
+        messages = messages or Messages(core)
+        values = messages.values(core, 12)
+        assert network.cost(values) == min(network.cost(other) for other in every_value(network))
 
 
 def test_the_search_by_prices_stops_with_the_clock() -> None:
