@@ -309,14 +309,14 @@ class Player:
         left, visits = set(direction.regions), self.orders.visits
         later = {unit for units in direction.entered.values() for unit in units}
         for step in direction.steps:
-            region = step.item.region
             for unit in direction.entered.get(step.number, ()):
                 later.discard(unit)
                 before = visits[max(0, visits.index(unit) - 1) : visits.index(unit)]
                 self._enter(unit, [unit for unit in before if unit in later])
-            if region in left and step.item.needs_saved:
-                left.discard(region)
-                self._recompute(region)
+            for region in step.item.needs:
+                if region in left:
+                    left.discard(region)
+                    self._recompute(region)
             self._run_backward(step)
 
     # Items ----------------------------------------
