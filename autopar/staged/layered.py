@@ -48,7 +48,7 @@ class Layered:
         self.layers = block_layers(graph, self.paths)
         self.folded: Folded = fold(graph, blocks, self.layers)
         if self.layers.count < 2:
-            self.layers = balanced_layers(graph, self._times_ns(), min(MOST_LAYERS, 2 * request.mesh.num_devices))
+            self.layers = balanced_layers(graph, self._times_ns(graph), min(MOST_LAYERS, 2 * request.mesh.num_devices))
             self.folded = Folded(graph, self.layers, tuple(range(self.layers.count)))
         self.limit = request.memory_limit or self.shared.usable_bytes
         self.admitted = int(self.limit * PEAK_SLACK)
@@ -56,13 +56,22 @@ class Layered:
         self.short_place, self.kind = cache(self._short_place), cache(self._kind)
         self._layer_simulator = cache(self._new_layer_simulator)
 
-    def _times_ns(self) -> dict[str, int]:
+    def _times_ns(self, graph: Graph) -> dict[str, int]:
         """Of each operator on one device, both ways."""
-        tensors, found = self.graph.tensors, {}
-        for node in self.graph.nodes:
+        tensors, found = graph.tensors, {}
+        for node in graph.nodes:
             operands, results = (tuple(tensors[n].shape for n in names) for names in (node.operands, node.results))
             found[node.name] = sum(node_time_ns(node, operands, results, tensors, self.shared))
         return found
+
+    @cached_property
+    def least_ns(self) -> float:
+        """What a step computes at least, shared out evenly over all devices. Nothing where ranks leave each other
+        cores, or only go forward."""
+        if self.shares_cores or self.request.mode != "train":
+            return 0.0
+        copies, times = self.folded.copies, self._times_ns(self.folded.graph)
+        return sum(time * copies.get(name, 1) for name, time in times.items()) / self.request.mesh.num_devices
 
     def _short_part(self, microbatches: int) -> DividedGraph:
         return replace(divided(self.folded.graph, self.blocks, microbatches), copies=self.folded.copies)
