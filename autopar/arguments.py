@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -38,6 +38,10 @@ def _is_constraints(value: Any) -> bool:
     return isinstance(value, Iterable) and all(isinstance(item, Constraint) for item in value)
 
 
+def _are_whole(value: Any) -> bool:
+    return value is None or (isinstance(value, Sequence) and bool(value) and all(map(_is_whole, value)))
+
+
 _Kind = tuple[Callable[[Any], bool], str]
 _WHOLE: _Kind = _is_whole, "a whole number"
 _COUNT: _Kind = (lambda value: _is_whole(value) and value > 0), "a number from 1 up"
@@ -49,5 +53,5 @@ _KINDS: dict[str, _Kind] = {
     "constraints": (_is_constraints, "a sequence of autopar.Constraint"),
     "progress": (lambda value: value is None or callable(value), "a function that takes a line of text, or None"),
     "optimizer": _TEXT, "precision": _TEXT, "dp": _WHOLE, "tp": _WHOLE, "pp": _WHOLE, "zero": _WHOLE,
-    "microbatches": _COUNT, "chunks": _COUNT,
+    "microbatches": _COUNT, "chunks": _COUNT, "layers": (_are_whole, "a sequence of whole numbers, or None"),
 }  # fmt: skip

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
 from importlib import import_module
@@ -41,10 +41,13 @@ from autopar.simulate import predict
 from autopar.trace.weightless import built_on_meta
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_TEMPLATE = {"dp": int, "tp": int, "pp": int, "microbatches": int, "schedule": str, "chunks": int,
-             "sequence_parallel": int, "zero": int, "recompute": str}  # fmt: skip
+_TEMPLATE: dict[str, Callable[[str], Any]] = {
+    "dp": int, "tp": int, "pp": int, "microbatches": int, "schedule": str, "chunks": int,
+    "layers": lambda text: tuple(map(int, text.split("+"))), "sequence_parallel": int, "zero": int, "recompute": str,
+}  # fmt: skip
 _PLACES = ("stored", "used", "output", "tensor", "input")
-_PINS = {"axis": str, "zero": int, "min_dims": int, "microbatches": int, "stages": int, "recompute": str}
+_PINS = {"axis": str, "zero": int, "min_dims": int, "microbatches": int, "stages": int, "recompute": str,
+         "schedule": str, "chunks": int}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -322,7 +325,7 @@ def _template(text: str | None) -> dict[str, Any] | None:
     for item in text.split(","):
         key, _, value = item.strip().partition("=")
         kind = _TEMPLATE.get(key)
-        if kind is None or not value or (kind is int and not value.isdigit()):
+        if kind is None or not value or (kind is not str and not value.replace("+", "0").isdigit()):
             raise PlanError(
                 f"expected --template as items such as dp=2, with {', '.join(_TEMPLATE)}; found {item.strip()!r}"
             )

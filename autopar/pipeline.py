@@ -145,14 +145,17 @@ def placed(graph: Graph, request: Request, progress: Report | None = None) -> Pl
 @without_collector()
 def template_plan(
     model: nn.Module, mesh: Mesh, example_inputs: Any, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
-    schedule: str = "1f1b", chunks: int = 2, sequence_parallel: bool = False, zero: int = 0, recompute: str = "none",
-    split: str = "equal", loss_fn: Callable[..., Any] | None = None, mode: str = "train",
-    optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None, check: bool = True,
+    schedule: str = "1f1b", chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False,
+    zero: int = 0, recompute: str = "none", split: str = "equal", loss_fn: Callable[..., Any] | None = None,
+    mode: str = "train", optimizer: str | None = "adamw", precision: str | None = None,
+    memory_limit: int | None = None, check: bool = True,
 ) -> Plan:  # fmt: skip
     """The plan that people write by hand for dp × tp × pp devices, as constraints around which the rest is solved.
 
     pp: stages of repeated blocks, the embedding with the first, head and loss with the last, each on neighbouring ranks
-    of one kind. split: "equal" gives each as many blocks, "speed" as many as keep the slowest stage fast while all fit.
+    of one kind. split: "equal" gives each as many blocks, or where that is not possible, as many as leave the busiest
+    least to do; "speed" as many as keep the slowest stage fast while all fit. layers: gives each stage its number of
+    blocks, in the order in which they run; none in the first or the last has the embedding, or the head, by itself.
     Of pp=1 on devices of several kinds, split says in the same way how many rows of a batch each rank of dp gets.
     schedule: "gpipe" (all forward, then all backward), "1f1b" (as few microbatches in flight as
     keep the stages busy), "interleaved" (1f1b with `chunks` stages a submesh, in turn) or "zero_bubble" (1f1b whose
@@ -164,7 +167,7 @@ def template_plan(
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, dp=dp, tp=tp, pp=pp, zero=zero,
-        microbatches=microbatches, chunks=chunks,
+        microbatches=microbatches, chunks=chunks, layers=layers,
     )  # fmt: skip
     template_axes(checked(mesh), dp, tp, pp)  # refused before the model is traced
     template_ranks(mesh, pp, chunks, schedule)
@@ -173,8 +176,8 @@ def template_plan(
     against_eager = _checked_against_eager(graph, *given) if check else _NOT_ASKED
     plan = template_of_graph(
         graph, mesh, dp=dp, tp=tp, pp=pp,
-        microbatches=microbatches, schedule=schedule, chunks=chunks, sequence_parallel=sequence_parallel, zero=zero,
-        recompute=recompute, split=split, mode=mode, optimizer=optimizer, precision=precision,
+        microbatches=microbatches, schedule=schedule, chunks=chunks, layers=layers, sequence_parallel=sequence_parallel,
+        zero=zero, recompute=recompute, split=split, mode=mode, optimizer=optimizer, precision=precision,
         memory_limit=memory_limit,
     )  # fmt: skip
     return replace(plan, checked_against_eager=against_eager)

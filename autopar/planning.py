@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from autopar.clock import Clock
 from autopar.cost import Profile
 from autopar.cost.collectives import LEVELS
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import InfeasibleError
 from autopar.intraop import (
     KeptParameter,
     LeastMemory,
@@ -22,7 +22,7 @@ from autopar.intraop import (
     open_options,
     prepare_placements,
 )
-from autopar.ir.constraint import Constraint
+from autopar.ir.constraint import Constraint, pinned
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.outline import Outline
@@ -99,18 +99,17 @@ def pinned_tensors(graph: Graph, rules: Sequence[Constraint]) -> set[str]:
 
 
 def microbatch_counts(graph: Graph, request: Request) -> Iterator[int]:
-    """The pinned number, or 1, 2, 4, … as long as the model's batch can be divided so."""
-    pinned = {c.microbatches for c in request.constraints if c.microbatches is not None}
-    if len(pinned) > 1:
-        raise PlanError(f"expected constraints to agree on the number of microbatches, found {sorted(pinned)}")
-    if pinned:
-        yield from pinned
-        return
-    count = 1
-    yield count
-    while request.mode == "train" and divisible(graph, 2 * count):
-        count *= 2
+    """The pinned number, or 1, 2, 4, … as long as the model's batch can be divided so; then each the least that is
+    twice as many or more."""
+    count = pinned(request.constraints, "microbatches")
+    if count is not None:
         yield count
+        return
+    count, names = 1, batch_inputs(graph)
+    batch = graph.tensors[names[0]].shape[0] if names and request.mode == "train" else 1
+    while count <= batch:
+        yield count
+        count = next((n for n in range(2 * count, batch + 1) if batch % n == 0 and divisible(graph, n)), batch + 1)
 
 
 @dataclass(frozen=True, eq=False)

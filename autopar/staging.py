@@ -1,4 +1,4 @@
-"""Cuts a model into stages of equal numbers of repeated blocks, and a plan of its whole into one of given stages."""
+"""Cuts a model into stages of numbers of repeated blocks, and a plan of its whole into one of given stages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from autopar.cost import Profile
+from autopar.cost.compute import node_time_ns
 from autopar.cost.crossing import End, cheapest_handover, way
 from autopar.errors import PlanError
-from autopar.interop import Members, block_layers
+from autopar.interop import Layers, Members, block_layers, chunk_sizes
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import P, Placement
@@ -21,18 +22,64 @@ from autopar.ir.stages import leaving_values
 from autopar.ir.verifier import output_placement, update_placement
 
 
-def equal_stages(graph: Graph, block_paths: Sequence[str], count: int) -> Members:
-    """The stages of each node when each of `count` stages has as many blocks as the others.
+def even_sizes(
+    graph: Graph, block_paths: Sequence[str], submeshes: int, chunks: int, profile: Profile
+) -> tuple[int, ...]:  # fmt: skip
+    """How many of the repeated blocks each stage has: as many as the others, or else so that the busiest submesh is as
+    little busy as can be, what runs before and after the blocks counted.
 
-    block_paths: module paths of the repeated blocks. Raises PlanError when their number is not a multiple of `count`.
+    block_paths: module paths of the blocks. The chunks of a submesh are stages in turn. An end of the model may be a
+    stage by itself where there are more stages than blocks. profile: of the devices, by which blocks and ends are told
+    apart. Raises PlanError where there are more stages yet.
     """
-    layers = block_layers(graph, block_paths)
-    if not layers.count or layers.count % count:
+    layers, stages = block_layers(graph, block_paths), submeshes * chunks
+    if layers.count and layers.count % stages == 0:
+        return (layers.count // stages,) * stages
+    before, times, after = _block_times_ns(graph, layers, profile) if layers.count else (0, [], 0)
+    if not layers.count or stages > layers.count + (before > 0) + (after > 0):
         raise PlanError(
-            f"expected a number of repeated blocks that {count} stages divide equally, found {layers.count} "
-            "(numbered modules that run something); choose a number of stages that divides it"
+            f"expected at least {stages} repeated blocks (numbered modules that run something) for {stages} stages, or "
+            f"one less for each end of the model that runs something, found {layers.count}; choose fewer stages"
         )
-    return stages_of_sizes(graph, block_paths, [layers.count // count] * count)
+    return chunk_sizes(times, (before, after), submeshes, chunks)
+
+
+def _block_times_ns(graph: Graph, layers: Layers, profile: Profile) -> tuple[int, list[int], int]:
+    """What runs before the blocks, each block, and what runs after them, on one device."""
+    node_ns, found = node_times_ns(graph, profile), [0] * (layers.count + 2)
+    for name, number in layers.with_ends(graph).fixed.items():
+        found[number] += node_ns[name]
+    return found[0], found[1:-1], found[-1]
+
+
+def node_times_ns(graph: Graph, profile: Profile) -> dict[str, int]:
+    """Of each operator on one device, both ways."""
+    tensors, found = graph.tensors, {}
+    for node in graph.nodes:
+        operands, results = (tuple(tensors[n].shape for n in names) for names in (node.operands, node.results))
+        found[node.name] = sum(node_time_ns(node, operands, results, tensors, profile))
+    return found
+
+
+def checked_sizes(graph: Graph, block_paths: Sequence[str], sizes: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Numbers of blocks that a user gives each stage. Raises PlanError where they are not those of the model."""
+    layers = block_layers(graph, block_paths)
+    if len(sizes) != stages or sum(sizes) != layers.count or min(sizes) < 0:
+        raise PlanError(
+            f"expected layers as {stages} numbers of repeated blocks, one for each stage in the order in which they "
+            f"run, that add up to the model's {layers.count}, found {len(sizes)} that add up to {sum(sizes)}"
+            + (f", {min(sizes)} among them" if min(sizes) < 0 else "")
+        )
+    ends = {*layers.with_ends(graph).fixed.values()}
+    empty = [number for number, size in enumerate(sizes) if not size]
+    alone = {0: 0, stages - 1: layers.count + 1}
+    for number in empty:
+        if alone.get(number) not in ends:
+            raise PlanError(
+                f"expected a block at least in stage {number}, found layers={tuple(sizes)}: only the first and the "
+                "last stage run something else, where the model has something before its blocks and after them"
+            )
+    return tuple(sizes)
 
 
 def stages_of_sizes(graph: Graph, block_paths: Sequence[str], sizes: Sequence[int]) -> Members:
@@ -40,7 +87,10 @@ def stages_of_sizes(graph: Graph, block_paths: Sequence[str], sizes: Sequence[in
     layers = block_layers(graph, block_paths)
     assert layers.count == sum(sizes), "each block is in a stage"
     ends = list(accumulate(sizes))
-    return layers.members(graph, [bisect_right(ends, number) for number in range(layers.count)])
+    of_block = [bisect_right(ends, number) for number in range(layers.count)]
+    if all(sizes):
+        return layers.members(graph, of_block)
+    return layers.with_ends(graph).members(graph, [0, *of_block, len(sizes) - 1])
 
 
 # The plan ----------------------------------------

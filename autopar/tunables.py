@@ -56,8 +56,12 @@ order alone, and by that what is left when time ends."""
 FULL_MICROBATCHES = 4
 """With so many microbatches for each other stage, the bubble is a fifth: where the search for their number begins.
 Halved or doubled, it begins a step below or above, and climbs as far."""
-CHUNKS = (2, 4)
-"""Stages a submesh in turn that are looked at with schedules that have several: an estimate each, no solve."""
+MOST_CHUNKS = 16
+"""Stages a submesh in turn, up to which those that make rounds shorter are looked at: an estimate each, no solve. More
+make the bubble smaller, and messages and what is simulated more."""
+LAYER_STEPS = 20
+"""Of the mean of layers, by which they are told apart where they are shared out to chunks. More finds borders for ways
+that differ by less; half as many may share out a layer more to the stage that is the busiest."""
 HULL_HALVINGS = 3
 """Of the hull of time against memory, towards the fastest placements that fit. Halved, plans near the limit of memory
 are up to a quarter of the hull from the best there; doubled, twice as many ways are played."""
@@ -73,6 +77,9 @@ Halved, what hides more than it costs may be missed; doubled, that takes twice a
 NEAR_TEMPLATE = 1.25
 """A template that would take so many times the best estimate is not looked at with more or fewer microbatches. At 1.1,
 steps on shared cores, which depend little on their number, end before the best; at 1.5, more solves."""
+BETWEEN = 2
+"""Settings, the best first, that are looked at in two more numbers of microbatches, where the batch divides by others
+than powers of two. Doubled, twice as many solves, where most are no better."""
 RUNNERS_UP = 2
 """Other borders between stages that are kept of each setting, for when it is the best when simulated. Each is one more
 plan to simulate, of the best settings alone."""

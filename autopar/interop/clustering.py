@@ -10,7 +10,7 @@ skip layers, and stored tensors may be read by several: stages keep or send them
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,40 @@ class Layers:
     def members(self, graph: Graph, stage_of: Sequence[int]) -> Members:
         """The stages of all nodes, when each layer is in the given stage."""
         return spread(graph, {name: stage_of[layer] for name, layer in self.fixed.items()}, max(stage_of) + 1)
+
+    def with_ends(self, graph: Graph) -> Layers:
+        """Two layers more: what runs before the first of these, and what runs after the last."""
+        members, portable = self.members(graph, range(self.count)), portable_nodes(graph)
+        before, after = _never_behind(graph, self.fixed), _never_ahead(graph, self.fixed)
+        fixed = {name: layer + 1 for name, layer in self.fixed.items()}
+        for node in graph.nodes:
+            if node.name in portable or node.name in fixed:
+                continue
+            if node.name in before and members[node.name] == (0,):
+                fixed[node.name] = 0
+            elif node.name in after and members[node.name] == (self.count - 1,):
+                fixed[node.name] = self.count + 1
+        return Layers(fixed, self.count + 2)
+
+
+def _never_behind(graph: Graph, nodes: Container[str]) -> set[str]:
+    """What reads nothing that comes of these nodes."""
+    found = set[str]()
+    for node in graph.nodes:
+        makers = [graph.producers[name].name for name in node.operands if name in graph.producers]
+        if node.name not in nodes and found.issuperset(makers):
+            found.add(node.name)
+    return found
+
+
+def _never_ahead(graph: Graph, nodes: Container[str]) -> set[str]:
+    """What none of these nodes reads, nor anything that they read comes of."""
+    found = set[str]()
+    for node in reversed(graph.nodes):
+        readers = [user.name for name in node.results for user, _ in graph.consumers[name]]
+        if node.name not in nodes and found.issuperset(readers):
+            found.add(node.name)
+    return found
 
 
 def block_layers(graph: Graph, block_paths: Sequence[str]) -> Layers:

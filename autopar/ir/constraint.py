@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Type, parse_type
+from autopar.ir.schedule import SCHEDULES
 
 What = Literal["stored", "used", "output", "tensor", "input"]
 Recompute = Literal["none", "block", "full"]
@@ -27,7 +28,8 @@ class Constraint:
     allow: types such as "S(0)", "R", "I", "P", or "S" for any dim. axis: the mesh axis by name; None means all.
     soft: prefer instead of require. zero: for "stored", the ZeRO behaviour of sharded storage (1, 2 or 3).
     min_dims: only tensors of at least that many dims. microbatches, stages: pin their
-    numbers, whatever the pattern.
+    numbers, whatever the pattern. schedule, chunks: pin those of plans of several stages, where a stage of `stages` is
+    a submesh with so many chunks in turn.
     recompute: pins what of the repeated blocks of these module paths is computed again: "none", "block" (the attention)
     or "full". Then nothing of the other blocks is, unless further constraints say so.
     """
@@ -42,6 +44,8 @@ class Constraint:
     microbatches: int | None = None
     recompute: Recompute | None = None
     stages: int | None = None
+    schedule: str | None = None
+    chunks: int | None = None
 
     def __post_init__(self) -> None:
         given: Any = self.pattern, self.allow
@@ -63,12 +67,32 @@ class Constraint:
             raise PlanError(f"expected at least one microbatch, found {self.microbatches}")
         if self.stages is not None and self.stages < 1:
             raise PlanError(f"expected at least one stage, found {self.stages}")
+        if self.schedule not in (None, *SCHEDULES):
+            raise PlanError(f"expected schedule as one of {', '.join(SCHEDULES)}, found {self.schedule!r}")
+        if self.chunks is not None and self.chunks < 1:
+            raise PlanError(f"expected at least one chunk, found {self.chunks}")
 
     def matches(self, *names: str) -> bool:
         return any(fnmatchcase(name, self.pattern) for name in names)
 
     def permits(self, type_: Type) -> bool:
         return not self.allow or any(text in (str(type_), type_.kind) for text in self.allow)
+
+
+def pinned(rules: Iterable[Constraint], what: str) -> Any:
+    """The number of "microbatches", "stages" or "chunks", or the "schedule", that rules pin; None where none does.
+    Raises PlanError where they pin several."""
+    found = {getattr(rule, what) for rule in rules} - {None}
+    if len(found) > 1:
+        name = f"the {what}" if what == "schedule" else f"the number of {what}"
+        raise PlanError(f"expected constraints to agree on {name}, found {sorted(found)}")
+    return next(iter(found), None)
+
+
+def may_run(rules: Iterable[Constraint], schedule: str, chunks: int = 1) -> bool:
+    """Whether rules allow the schedule for several submeshes with so many chunks each."""
+    rules = list(rules)
+    return pinned(rules, "schedule") in (None, schedule) and pinned(rules, "chunks") in (None, chunks)
 
 
 class ConstraintIndex:

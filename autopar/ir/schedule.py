@@ -166,8 +166,9 @@ def _waiting(remaining: int, microbatches: int, submeshes: int) -> int:
 
 
 def _plain_bubble(submeshes: int, microbatches: int, chunks: int) -> Fraction:
-    """The first microbatch's way through the other stages, there and back; (P − 1) / c with chunks."""
-    return Fraction(submeshes - 1, chunks)
+    """The first microbatch's way through the other stages, there and back; with chunks (P − 1) / c, and what a round of
+    fewer microbatches than submeshes leaves idle in each chunk."""
+    return Fraction(submeshes - 1, chunks) + max(0, submeshes - microbatches) * (1 - Fraction(1, chunks))
 
 
 def _hidden_bubble(submeshes: int, microbatches: int, chunks: int) -> Fraction:

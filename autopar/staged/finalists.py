@@ -157,7 +157,8 @@ class Finalists:
 
     def _cut(self, plans: Sequence[Plan], candidate: EstimatedStages) -> Plan:
         graph = self._part(candidate).graph
-        members = self.layered.layers.members(graph, candidate.stage_of_layer)
+        layers, _ = self.layered.layers_of(candidate)
+        members = layers.members(graph, candidate.stage_of_layer)
         own = plans if candidate.is_mixed else plans[0]
         profiles = {self.request.mesh.profile: self.layered.profile}
         firsts = first_ranks([way.setting.num_devices for way in candidate.ways], self.request.mesh.num_devices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 
@@ -11,21 +11,23 @@ import numpy as np
 
 from autopar.clock import worked
 from autopar.cost import Profile
-from autopar.cost.compute import node_time_ns
 from autopar.errors import PlanError
-from autopar.interop import Folded, StageKind, balanced_layers, block_layers, fold
+from autopar.interop import Folded, Layers, StageKind, balanced_layers, block_layers, fold
 from autopar.intraop import Sends
+from autopar.ir.constraint import may_run
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Axis
+from autopar.ir.structure import batch_inputs
 from autopar.microbatch import batch_types
 from autopar.planning import DividedGraph, Place, divided, microbatch_counts
 from autopar.request import Request
 from autopar.simulate import Incremental
 from autopar.simulate.alone import LayerCost, layer_costs
 from autopar.simulate.cores import part_of_step, sharing_of
+from autopar.staged.ends import ModelEnds, ends_of
 from autopar.staged.ways import EstimatedStages, Setting, StageStrategy
-from autopar.staging import cut
+from autopar.staging import cut, node_times_ns
 from autopar.template import template_constraints, template_recompute
 from autopar.trace import Blocks
 from autopar.tunables import CORE_STEPS, KIND_S, MOST_LAYERS, PEAK_SLACK
@@ -48,7 +50,9 @@ class Layered:
         self.layers = block_layers(graph, self.paths)
         self.folded: Folded = fold(graph, blocks, self.layers)
         if self.layers.count < 2:
-            self.layers = balanced_layers(graph, self._times_ns(graph), min(MOST_LAYERS, 2 * request.mesh.num_devices))
+            self.layers = balanced_layers(
+                graph, node_times_ns(graph, self.shared), min(MOST_LAYERS, 2 * request.mesh.num_devices)
+            )
             self.folded = Folded(graph, self.layers, tuple(range(self.layers.count)))
         self.limit = request.memory_limit or self.shared.usable_bytes
         self.admitted = int(self.limit * PEAK_SLACK)
@@ -56,21 +60,13 @@ class Layered:
         self.short_place, self.kind = cache(self._short_place), cache(self._kind)
         self._layer_simulator = cache(self._new_layer_simulator)
 
-    def _times_ns(self, graph: Graph) -> dict[str, int]:
-        """Of each operator on one device, both ways."""
-        tensors, found = graph.tensors, {}
-        for node in graph.nodes:
-            operands, results = (tuple(tensors[n].shape for n in names) for names in (node.operands, node.results))
-            found[node.name] = sum(node_time_ns(node, operands, results, tensors, self.shared))
-        return found
-
     @cached_property
     def least_ns(self) -> float:
         """What a step computes at least, shared out evenly over all devices. Nothing where ranks leave each other
         cores, or only go forward."""
         if self.shares_cores or self.request.mode != "train":
             return 0.0
-        copies, times = self.folded.copies, self._times_ns(self.folded.graph)
+        copies, times = self.folded.copies, node_times_ns(self.folded.graph, self.shared)
         return sum(time * copies.get(name, 1) for name, time in times.items()) / self.request.mesh.num_devices
 
     def _short_part(self, microbatches: int) -> DividedGraph:
@@ -83,18 +79,20 @@ class Layered:
         """Of the short graph's layers, each in one part, as they are run in one way and another."""
         return Incremental(self.short_part(microbatches).graph, self.shared, in_parts=False, may_split=True)
 
-    def _short_place(self, axes: LogicalMesh, microbatches: int, zero: int | None) -> Place:
+    def _short_place(
+        self, axes: LogicalMesh, microbatches: int, zero: int | None, splits_sequence: bool = False
+    ) -> Place:  # fmt: skip
         part, request = self.short_part(microbatches), self.request
         if zero is not None:
             made = batch_types(part.graph).items()
             batch = {name: type_ for name, type_ in made if self.blocks.representative_tensor(name) == name}
-            rules = template_constraints(part.graph, axes, zero, False, tuple(self.paths), batch)
+            rules = template_constraints(part.graph, axes, zero, splits_sequence, tuple(self.paths), batch)
             request = replace(request, constraints=(*request.constraints, *rules))
         return Place(part, axes, request, self.profile, self._sends(axes))
 
     def place_of(self, setting: Setting) -> Place:
         """The intra-op problem of the short graph."""
-        return self.short_place(setting.axes, setting.microbatches, setting.zero)
+        return self.short_place(setting.axes, setting.microbatches, setting.zero, setting.splits_sequence)
 
     def _sends(self, axes: LogicalMesh) -> Sends | None:
         """Every border of layers is one of stages, as often as there are fewer of these."""
@@ -105,6 +103,18 @@ class Layered:
         times = (stages - 1) / (self.layers.count - 1)
         distance = 1 if stages * size <= mesh.devices_per_node else mesh.devices_per_node
         return Sends(Axis("stages", 2, distance), dict.fromkeys(self._crossing, times))
+
+    @cached_property
+    def ends(self) -> ModelEnds | None:
+        """The model's ends as layers, where they can be."""
+        return ends_of(self.graph, self.layers, self.path_of_layer, self.blocks.paths) if self.paths else None
+
+    def layers_of(self, candidate: EstimatedStages) -> tuple[Layers, Callable[[StageStrategy], StageKind]]:
+        """What its stages are made of, and what each of these layers costs."""
+        ends = self.ends
+        if ends is None or len(candidate.stage_of_layer) < ends.layers.count:
+            return self.layers, self.kind
+        return ends.layers, lambda way: ends.kind(self.kind(way))
 
     @cached_property
     def _crossing(self) -> list[str]:
@@ -149,14 +159,20 @@ class Layered:
         """As `part_of_step`."""
         if not self.shares_cores:
             return 1.0
-        of_layer = np.array(candidate.stage_of_layer)
-        times = [int(self.kind(way).time_ns[of_layer == n].sum()) for n, way in enumerate(candidate.ways)]
+        of_layer, (_, kind) = np.array(candidate.stage_of_layer), self.layers_of(candidate)
+        times = [int(kind(way).time_ns[of_layer == n].sum()) for n, way in enumerate(candidate.ways)]
         return self.part_of_step(candidate.schedule, candidate.num_submeshes, candidate.microbatches, times)
 
     @cached_property
     def counts(self) -> list[int]:
         """Numbers of microbatches that are possible, ascending."""
         return [*microbatch_counts(self.folded.graph, self.request)]
+
+    @cached_property
+    def batch(self) -> int:
+        """Samples of a step; one where the model has no batch."""
+        names = batch_inputs(self.graph)
+        return self.graph.tensors[names[0]].shape[0] if names else 1
 
     @cached_property
     def recomputations(self) -> Mapping[str, tuple[str, ...]]:
@@ -229,6 +245,12 @@ class Layered:
             split_ns=columns["split_ns"],
             memory_limit=self.admitted,
         )
+
+    def allows(self, candidate: EstimatedStages) -> bool:
+        """Whether constraints allow its schedule and number of chunks, which matter where stages are several."""
+        submeshes = candidate.num_submeshes
+        chunks = len(candidate.ways) // submeshes
+        return submeshes == 1 or may_run(self.request.constraints, candidate.schedule, chunks)
 
     def may_wait(self, num_stages: int, recompute: str) -> bool:
         """Whether gradients of stored tensors may wait on so many stages that compute this again."""

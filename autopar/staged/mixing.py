@@ -33,7 +33,7 @@ def mixed(layered: Layered, found: Sequence[EstimatedStages], clock: Clock) -> l
     for count in _best_counts(layered, found):
         if not until.is_over:
             more += _of_count(layered, [c for c in found if c.microbatches == count])
-    return more
+    return [candidate for candidate in more if layered.allows(candidate)]
 
 
 def _best_counts(layered: Layered, found: Sequence[EstimatedStages]) -> list[int]:

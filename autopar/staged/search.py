@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import product, zip_longest
+from itertools import zip_longest
 from typing import NamedTuple
 
 from autopar.clock import Clock
@@ -20,20 +20,21 @@ from autopar.intraop import TradeOff, TradeOffs
 from autopar.ir.mesh import LogicalMesh, make_axes
 from autopar.ir.outline import Outline, sizes_text
 from autopar.ir.schedule import PLAIN, SCHEDULES
+from autopar.microbatch import divisible
 from autopar.progress import Report
+from autopar.staged.chunked import CHUNKED, Chunks
 from autopar.staged.layered import Layered
 from autopar.staged.ways import (
     EstimatedStages,
     Setting,
     StageStrategy,
-    chunked_estimate,
     hidden_bubble,
     in_two_parts,
     largest_peak,
 )
 from autopar.tunables import (
     BESIDE_KNOWN,
-    CHUNKS,
+    BETWEEN,
     FEW_DEVICES,
     FIRST_LOOK_SHARE,
     FULL_MICROBATCHES,
@@ -50,7 +51,6 @@ from autopar.tunables import (
 _NEVER = 2**62
 _WHOLE = sorted((s.name for s in SCHEDULES.values() if not s.has_chunks and not s.splits_backward), key=PLAIN.__ne__)
 """Schedules of whole stages and whole backward passes, the plain one first."""
-_CHUNKED = [row.name for row in SCHEDULES.values() if row.has_chunks and not row.splits_backward]
 
 
 class _Look(NamedTuple):
@@ -76,6 +76,7 @@ class StagedSearch:
     def __init__(self, layered: Layered, than_ns: float | None = None) -> None:
         """than_ns: what a plan takes that is known."""
         self.layered, self.request = layered, layered.request
+        self.chunks = Chunks(layered)
         self.admitted = layered.admitted
         self.stop_reason = "all settings"
         self.clock = Clock.of(self.request.budget.seconds)
@@ -127,6 +128,7 @@ class StagedSearch:
             count = self.request.mesh.num_devices // size
             report(f"{count} stage{'s' if count > 1 else ''} of {sizes_text(axes)}: {what}")
         self._look_at_templates(clock)
+        self._look_between(clock)
         return sorted(self._candidates, key=lambda candidate: candidate.step_ns)
 
     @property
@@ -142,7 +144,7 @@ class StagedSearch:
         for number, (size, axes) in enumerate(self.shapes):
             if looks and clock.is_over:
                 break
-            look = self._look(self._setting(size, axes, self._start(size)))
+            look = self._look(self._setting(size, axes, self._start(size, axes)))
             looks.append((look.least_ns, look.floor_ns, number))
         return [*(self.shapes[number] for _, _, number in sorted(looks)), *self.shapes[len(looks) :]]
 
@@ -177,6 +179,25 @@ class StagedSearch:
                 self._look_until(reached, clock)
                 reached = [s for s in reached if self.layered.shares_cores and self._is_near(s)]
 
+    def _look_between(self, clock: Clock) -> None:
+        """At numbers of microbatches between, beside the best settings: in a batch that is no power of two."""
+        fitting = sorted((c for c in self._candidates if c.peak_bytes <= self.admitted), key=lambda c: c.step_ns)
+        for setting in list(dict.fromkeys(c.ways[0].setting for c in fitting))[:BETWEEN]:
+            for count in self._counts_beside(setting):
+                if not clock.is_over and divisible(self.layered.graph, count):
+                    self._look(replace(setting, microbatches=count))
+
+    def _counts_beside(self, setting: Setting) -> list[int]:
+        """The next number of microbatches below and above, of those that are not looked at anyway and leave each rank
+        of the outer axis as many samples."""
+        known, own = self.layered.counts, setting.microbatches
+        each = self.layered.batch // math.gcd(self.layered.batch, setting.axes[0].size if setting.axes else 1)
+        if len(known) == 1:
+            return []
+        near = [n for n in range(own // 2 + 1, 2 * own) if n not in known and each % n == 0]
+        below, above = [n for n in near if n < own], [n for n in near if n > own]
+        return [*below[-1:], *above[:1]]
+
     def _look_until(self, settings: Sequence[Setting], clock: Clock) -> None:
         """At those with a number of microbatches that is possible."""
         for setting in settings:
@@ -193,14 +214,17 @@ class StagedSearch:
         """With the microbatches of that place among the counts."""
         return Setting(axes, size, self.request.mesh.num_devices // size, self.layered.counts[number])
 
-    def _start(self, size: int) -> int:
-        """The place of the fewest microbatches that make the bubble small."""
+    def _start(self, size: int, axes: LogicalMesh) -> int:
+        """The place of the fewest microbatches that make the bubble small; no more than have a sample for each rank of
+        the outer axis, which mostly is for data."""
         wanted, counts = FULL_MICROBATCHES * (self.request.mesh.num_devices // size - 1), self.layered.counts
-        return next((number for number, count in enumerate(counts) if count >= wanted), len(counts) - 1)
+        most = max(1, self.layered.batch // axes[0].size) if axes else counts[-1]
+        enough = next((number for number, count in enumerate(counts) if count >= wanted), len(counts) - 1)
+        return min(enough, max((number for number, count in enumerate(counts) if count <= most), default=0))
 
     def _climb(self, size: int, axes: LogicalMesh) -> list[EstimatedStages]:
         """From a count whose bubble is small up, as long as it gets better or nothing fits; else down."""
-        start, counts = self._start(size), self.layered.counts
+        start, counts = self._start(size, axes), self.layered.counts
 
         def look(number: int, beside: _Look) -> _Look:
             return self._look(self._setting(size, axes, number), beside.least_ns <= self._best_ns)
@@ -273,12 +297,8 @@ class StagedSearch:
         ways = [(schedule, 1) for schedule in _WHOLE]
         if self.layered.may_wait(stages, self._least_again):
             ways += [(schedule, 1) for schedule in in_two_parts(count, stages)]
-        ways += [(name, chunks) for name in _CHUNKED for chunks in CHUNKS if self._makes_chunks(stages, chunks, count)]
+        ways += [(name, chunks) for name in CHUNKED for chunks in self.chunks.counts(stages, count)]
         return float(count + min(SCHEDULES[schedule].bubble(stages, count, chunks) for schedule, chunks in ways))
-
-    def _makes_chunks(self, stages: int, chunks: int, count: int) -> bool:
-        """Whether each submesh can have so many equal chunks in turn."""
-        return stages > 1 and not self.layered.layers.count % (stages * chunks) and not count % stages
 
     @property
     def _least_again(self) -> str:
@@ -319,9 +339,18 @@ class StagedSearch:
         return found
 
     def _staged(self, setting: Setting, choice: TradeOff, recompute: str) -> list[EstimatedStages]:
-        """The best stages of one way under each schedule."""
+        """The best stages of one way under each schedule. Raises InfeasibleError where constraints allow none."""
         way = StageStrategy(setting, choice, recompute)
-        return [self.layered.in_time(one) for one in (*self._of_schedules(way), *self._chunked(way))]
+        every = [*self._of_schedules(way), *self.chunks.of(way)]
+        allowed = [self.layered.in_time(candidate) for candidate in every if self.layered.allows(candidate)]
+        if not allowed:
+            self.refusal = InfeasibleError(
+                f"expected a schedule and chunks as constraints pin them, found none for {setting.microbatches} "
+                f"microbatches of {self.layered.layers.count} layers on {setting.num_stages} submeshes; pin a number "
+                "of chunks above 1 with schedules that have such, and microbatches that make equal rounds"
+            )
+            raise self.refusal
+        return allowed
 
     def _of_schedules(self, way: StageStrategy) -> Iterator[EstimatedStages]:
         """Of stages that are submeshes; where none fit, those of the smallest limit that would do.
@@ -359,18 +388,6 @@ class StagedSearch:
         equal = equally_cut(kind, len(best.stages), microbatches) if self.layered.shares_cores else None
         return [] if equal is None or equal.stages == best.stages else [equal]
 
-    def _chunked(self, way: StageStrategy) -> Iterator[EstimatedStages]:
-        """Equal chunks, each submesh with several in turn."""
-        kind, layers = self.layered.kind(way), self.layered.layers.count
-        stages, count = way.setting.num_stages, way.setting.microbatches
-        for chunks, schedule in product(CHUNKS, _CHUNKED):
-            if not self._makes_chunks(stages, chunks, count):
-                continue
-            of_layer = tuple(layer * stages * chunks // layers for layer in range(layers))
-            step, peak = chunked_estimate(kind, of_layer, stages, chunks, count, schedule)
-            ways, again = (way,) * (stages * chunks), (way.recompute,) * layers
-            yield EstimatedStages(ways, schedule, of_layer, again, step, peak, step)
-
     def frugal(self) -> Iterator[EstimatedStages]:
         """For each logical shape what takes least memory: most microbatches, all computed again.
 
@@ -384,10 +401,9 @@ class StagedSearch:
                 placements = self.layered.place_of(setting).placements
                 curve = placements.trade_offs(min(setting.num_stages, count), *self._solver)
                 smallest = curve.smallest(curve.fastest())
+                yield from self._staged(setting, smallest, recompute)
             except InfeasibleError as error:
                 self.refusal = error
-                continue
-            yield from self._staged(setting, smallest, recompute)
 
 
 def _as_templates(setting: Setting) -> Iterator[Setting]:

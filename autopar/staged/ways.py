@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from autopar.interop import StageKind
 from autopar.intraop import TradeOff
@@ -21,6 +22,7 @@ class Setting:
     """Equal submeshes of one logical shape, and the number of microbatches.
 
     zero: placements are found around a template's constraints with this ZeRO stage; None leaves them free.
+    splits_sequence: so that activations between blocks prefer to be split, which is what stages send.
     """
 
     axes: LogicalMesh
@@ -28,6 +30,7 @@ class Setting:
     num_stages: int
     microbatches: int
     zero: int | None = None
+    splits_sequence: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,22 +153,28 @@ def hidden_bubble(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], mic
 def chunked_estimate(
     kind: StageKind, chunk_of_layer: Sequence[int], stages: int, chunks: int, microbatches: int, schedule: str
 ) -> tuple[int, int]:
-    """Step time and peak of equal chunks in turn.
+    """Step time and peak of chunks in turn.
 
-    T = B · t + b · t + e   with t, e of the slowest submesh, b the schedule's bubble (interleaved: (P − 1) / chunks,
-    Megatron-LM, SC'21, section 2.2.2).
+    T = max (B · t + e) + b · c · r + w   with t, e of a submesh; b the schedule's bubble (interleaved: (P − 1) / c,
+    Megatron-LM, SC'21, section 2.2.2) in passes of c chunks, each as long as most are in the longest round, r; and w
+    what is waited for where rounds of forward passes meet longer ones of backward passes: for each P microbatches,
+    about a quarter of the difference on each submesh.
     """
-    row = SCHEDULES[schedule]
-    bubble = row.bubble(stages, microbatches, chunks)
-    of_layer = np.array(chunk_of_layer)
-    steps, peaks = [], []
-    for submesh in range(stages):
-        own = of_layer % stages == submesh
-        first = own & (np.diff(of_layer, prepend=-1) > 0)
-        one = int(kind.time_ns[own].sum() + kind.receive_ns[first].sum())
-        once = int(kind.once_ns[own].sum() + max(0, kind.reduce_ns[own].sum() - kind.hide_ns[own].sum()))
-        steps.append(microbatches * one + int(bubble * one) + once)
-        flying = row.in_flight(stages - submesh, microbatches, chunks, stages)
-        stays = int(kind.resident_bytes[own].sum() + kind.workspace_bytes[own].max())
-        peaks.append(stays + flying * int(kind.activation_bytes[own].sum()) // chunks)
-    return max(steps), max(peaks)
+    row, firsts = SCHEDULES[schedule], np.flatnonzero(np.diff(chunk_of_layer, prepend=-1))
+
+    def of_chunks(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Sums by round and submesh."""
+        sums: npt.NDArray[np.int64] = np.add.reduceat(values, firsts).reshape(chunks, stages)
+        return sums
+
+    times = of_chunks(kind.time_ns) + kind.receive_ns[firsts].reshape(chunks, stages)
+    exposed = np.maximum(0, of_chunks(kind.reduce_ns - kind.hide_ns).sum(axis=0))
+    busiest = (microbatches * times.sum(axis=0) + of_chunks(kind.once_ns).sum(axis=0) + exposed).max()
+    rounds = np.sort(times, axis=1)[:, (stages - 1) // 2]
+    filling = row.bubble(stages, microbatches, chunks) * chunks * int(rounds.max())
+    meeting = microbatches // stages * stages * int(np.abs(rounds - rounds[::-1]).sum()) // 8
+    flying = [row.in_flight(stages - submesh, microbatches, chunks, stages) for submesh in range(stages)]
+    held = of_chunks(kind.activation_bytes).sum(axis=0) * flying // chunks
+    workspace = np.maximum.reduceat(kind.workspace_bytes, firsts).reshape(chunks, stages).max(axis=0)
+    peak = (of_chunks(kind.resident_bytes).sum(axis=0) + held + workspace).max()
+    return int(busiest) + int(filling) + meeting, int(peak)

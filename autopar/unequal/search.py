@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 
 from autopar.clock import Clock
 from autopar.cost import Profile
 from autopar.errors import InfeasibleError, PlanError
+from autopar.ir.constraint import may_run, pinned
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DeviceGroup, LogicalMesh, Mesh, logical_meshes
 from autopar.ir.outline import Outline, sizes_text
@@ -72,7 +73,7 @@ class UnequalSearch:
     def run(self, report: Report) -> list[tuple[UnequalSetting, Plan]]:
         """The plans that were found. Raises InfeasibleError when none fits."""
         best = self._start(report)
-        for schedules in ([], [*SCHEDULES]):
+        for schedules in ([], self.schedules):
             before: _Best | None = None
             while best is not None and best != before:
                 before = best
@@ -82,6 +83,19 @@ class UnequalSearch:
             raise self.refusals[0] if self.refusals else InfeasibleError("expected time to try a plan, found none")
         return [(setting, plan) for setting, plan in self.tried.items() if plan is not None]
 
+    @cached_property
+    def schedules(self) -> list[str]:
+        """Those that constraints allow, the plain one first. Raises PlanError where none is."""
+        rules = self.request.constraints
+        named = [(row.name, row.has_chunks, self._chunks(row.name)) for row in SCHEDULES.values()]
+        found = [name for name, has, chunks in named if has == (chunks > 1) and may_run(rules, name, chunks)]
+        if not found:
+            raise PlanError(
+                f"expected a schedule with as many chunks as constraints pin, found none for "
+                f"{pinned(rules, 'chunks')} chunks with schedule {pinned(rules, 'schedule')!r}; relax one of them"
+            )
+        return sorted(found, key=PLAIN.__ne__)
+
     def _start(self, report: Report) -> _Best | None:
         """The best of equal axes on all kinds, each in more microbatches for as long as that is faster."""
         best: _Best | None = None
@@ -89,7 +103,7 @@ class UnequalSearch:
             for axes in self._alike():
                 last: int | None = None
                 for count in self._counts(self._num_stages(axes)):
-                    setting = UnequalSetting(tuple(axes.items()), count, recompute)
+                    setting = UnequalSetting(tuple(axes.items()), count, recompute, self.schedules[0])
                     best, plan = self._better(best, setting, report), self.tried.get(setting)
                     if plan is not None and last is not None and plan.predicted.step_time_ns > last:
                         break
@@ -158,12 +172,16 @@ class UnequalSearch:
         self.note(Tried(setting=str(setting), step_time_ns=plan.predicted.step_time_ns))
         return plan
 
+    def _chunks(self, schedule: str) -> int:
+        """Stages a submesh."""
+        asked = pinned(self.request.constraints, "chunks") or UNEQUAL_CHUNKS
+        return asked if SCHEDULES[schedule].has_chunks else 1
+
     def _stages(self, setting: UnequalSetting) -> UnequalStages:
         again = template_recompute(self.graph, self.paths, setting.recompute)
-        chunks = UNEQUAL_CHUNKS if SCHEDULES[setting.schedule].has_chunks else 1
         return UnequalStages(
-            self.divided(setting.microbatches), dict(setting.axes), chunks, setting.schedule, self.paths,
-            self.request.recomputing(again), self.profiles, self.known,
+            self.divided(setting.microbatches), dict(setting.axes), self._chunks(setting.schedule), setting.schedule,
+            self.paths, self.request.recomputing(again), self.profiles, self.known,
         )  # fmt: skip
 
     def reported(self, setting: UnequalSetting, plan: Plan) -> Plan:

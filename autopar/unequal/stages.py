@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.cost import Profile
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import InfeasibleError
 from autopar.ir.mesh import LogicalMesh, Mesh
 from autopar.ir.plan import Plan
 from autopar.planning import DividedGraph, Place
@@ -25,7 +25,7 @@ from autopar.refusal import devices_hold_more
 from autopar.request import Request
 from autopar.simulate import Timeline, predict, simulate
 from autopar.simulate.alone import block_times_ns
-from autopar.staging import cut, stages_of_sizes
+from autopar.staging import cut, even_sizes, stages_of_sizes
 from autopar.template import check_split
 
 
@@ -142,15 +142,17 @@ class UnequalStages:
                 found[name] = block_times_ns(self.part.graph, plan, profile, self.block_paths)
         return [found[self.kind(ranks)] for ranks in self.ranks]
 
-    def plan(self, split: str) -> Plan:
-        """Stages of equally many blocks, or by speed; of the latter, one that does not fit gets a block less.
+    def plan(self, split: str, given: tuple[int, ...] | None = None) -> Plan:
+        """Stages of as many blocks as are given; or equally many, or by speed: of the latter, one that does not fit
+        gets a block less.
 
         Raises PlanError for another word or where blocks cannot be shared out so, InfeasibleError when nothing fits.
         """
         check_split(split)
         count = len(self.times_ns[0])
         most = [count] * len(self.ranks)
-        sizes = sizes_by_speed(self.times_ns, most) if split == "speed" else self._equal(count)
+        is_free = given is None and split == "speed"
+        sizes = sizes_by_speed(self.times_ns, most) if is_free else given or self._equal()
         over: dict[int, int] = {}
         while sizes is not None:
             plan, timeline = self._of_sizes(sizes)
@@ -159,7 +161,7 @@ class UnequalStages:
                 return plan
             most = [min(limit, size - 1) if stage in over else limit
                     for stage, (limit, size) in enumerate(zip(most, sizes, strict=True))]  # fmt: skip
-            sizes = sizes_by_speed(self.times_ns, most) if split == "speed" else None
+            sizes = sizes_by_speed(self.times_ns, most) if is_free else None
         raise self._does_not_fit(over)
 
     def _does_not_fit(self, over: Mapping[int, int]) -> InfeasibleError:
@@ -172,13 +174,9 @@ class UnequalStages:
         what = f"plan of {len(self.ranks)} stages"
         return devices_hold_more(what, self.mesh, needs, "zero, recompute, more microbatches")
 
-    def _equal(self, count: int) -> tuple[int, ...]:
-        if not count or count % len(self.ranks):
-            raise PlanError(
-                f"expected a number of repeated blocks that {len(self.ranks)} stages divide equally, found {count}; "
-                'choose a number of stages that divides it, or split="speed"'
-            )
-        return (count // len(self.ranks),) * len(self.ranks)
+    def _equal(self) -> tuple[int, ...]:
+        submeshes, profile = len(self.ranks) // self.chunks, self.profile_of(self.ranks[0])
+        return even_sizes(self.part.graph, self.block_paths, submeshes, self.chunks, profile)
 
     def _of_sizes(self, sizes: Sequence[int]) -> tuple[Plan, Timeline]:
         graph = self.part.graph

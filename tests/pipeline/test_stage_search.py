@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def graph(layers: int = 8) -> Graph:
 
 def found(
     limit: int | None = None, mesh: autopar.Mesh = MESH, model: Graph | None = None,
-    rules: tuple[autopar.Constraint, ...] = (), proposals: int = 0, **pins: int,
+    rules: tuple[autopar.Constraint, ...] = (), proposals: int = 0, **pins: Any,
 ) -> Plan:  # fmt: skip
     """As searched, refined by so many proposals."""
     constraints = (autopar.Constraint(**pins),) if pins else ()
@@ -104,12 +105,37 @@ def test_uneven_numbers_of_blocks() -> None:
     plan = found(mesh=autopar.Mesh("a100", devices_per_node=4), model=graph(6), stages=4, microbatches=8)
     check_plan(graph(6), plan)
     paths = [{path for n in stage.nodes for path in _block(plan.scopes[n])} for stage in plan.stages]
-    assert [len(blocks) for blocks in paths] in ([1, 2, 2, 1], [2, 1, 2, 1], [1, 1, 2, 2], [2, 2, 1, 1], [1, 2, 1, 2])
+    sizes = [sum(len(blocks) for blocks in paths[submesh::4]) for submesh in range(4)]  # chunks are in turn
+    assert sizes in ([1, 2, 2, 1], [2, 1, 2, 1], [1, 1, 2, 2], [2, 2, 1, 1], [1, 2, 1, 2])
     assert set().union(*paths) == {str(number) for number in range(6)}
 
 
 def _block(scope: str) -> list[str]:
     return re.findall(r"^layers\.(\d+)", scope)
+
+
+def test_pinned_schedules_and_chunks_are_honoured() -> None:
+    plan = found(stages=2, microbatches=4, schedule="interleaved", chunks=3)
+    assert plan.schedule == "interleaved" and len(plan.stages) == 6
+    check_plan(graph(), plan)
+    assert found(stages=2, microbatches=4, schedule="gpipe").schedule == "gpipe"
+    assert len(found(stages=2, microbatches=4, chunks=1).stages) == 2
+    with pytest.raises(InfeasibleError, match="expected a schedule and chunks as constraints pin them, found none for"):
+        found(stages=2, microbatches=4, schedule="gpipe", chunks=2)
+    with pytest.raises(PlanError, match=r"agree on the schedule, found \['1f1b', 'gpipe'\]"):
+        found(rules=(autopar.Constraint(schedule="gpipe"),), stages=2, schedule="1f1b")
+
+
+def test_batches_divide_by_other_numbers_than_powers_of_two() -> None:
+    """Of 24 samples, 12 microbatches or 6 are looked at beside 8."""
+    config = gpt.Config(num_layers=4, hidden_size=128, num_heads=4, seq_len=32, vocab_size=256, batch_size=24)
+    with torch.device("meta"):
+        whole = trace(gpt.build(config), gpt.example_inputs(config))
+    request = Request(MESH, "train", "adamw", None, (autopar.Constraint(stages=2),), SearchBudget(60.0))
+    search = StagedSearch(Layered(whole, find_blocks(whole), request, template_profile()))
+    looked = {candidate.microbatches for candidate in search.run(lambda line: None)}
+    assert search.layered.counts == [1, 2, 4, 8, 24]
+    assert looked & {3, 6, 12}
 
 
 def test_the_limit_that_a_refusal_names_can_be_met() -> None:

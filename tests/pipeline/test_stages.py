@@ -80,10 +80,45 @@ def test_plans_are_well_typed_and_keep_every_byte_in_a_file(choices: dict[str, A
     assert plan.timeline().step_time_ns == plan.predicted.step_time_ns > 0
 
 
-def test_stages_of_other_numbers_of_blocks_are_refused() -> None:
-    mesh = autopar.Mesh("a100", devices_per_node=3)
-    with pytest.raises(PlanError, match=r"repeated blocks that 3 stages divide equally, found 4"):
-        template_of_graph(graph(), mesh, pp=3)
+def sizes_of(plan: Plan) -> list[int]:
+    """The blocks of each stage, by their attention."""
+    return [sum("attention" in name for name in stage.nodes) for stage in plan.stages]
+
+
+UNEVEN: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "4 blocks in 3": ({"pp": 3}, [1, 2, 1]),
+    "the embedding by itself": ({"pp": 3, "layers": (0, 2, 2)}, [0, 2, 2]),
+    "the head by itself": ({"pp": 3, "layers": (3, 1, 0)}, [3, 1, 0]),
+    "as given": ({"pp": 3, "layers": [1, 1, 2]}, [1, 1, 2]),
+    "both ends by themselves": ({"pp": 3, "schedule": "interleaved", "chunks": 2}, [0, 1, 1, 1, 1, 0]),
+}
+
+
+@pytest.mark.parametrize("case", UNEVEN)
+def test_stages_may_have_unequal_numbers_of_blocks(case: str) -> None:
+    choices, sizes = UNEVEN[case]
+    plan = template_of_graph(graph(), autopar.Mesh("a100", devices_per_node=3), microbatches=2, **choices)
+    verify(plan)
+    assert sizes_of(plan) == sizes
+    assert "embedding" in plan.stages[0].nodes and "embedding" not in plan.stages[1].nodes
+
+
+BAD_SIZES: dict[str, tuple[dict[str, Any], str]] = {
+    "too many stages": (
+        {"pp": 3, "schedule": "interleaved", "chunks": 3}, r"at least 9 repeated blocks .* found 4; choose fewer st",
+    ),
+    "another sum": ({"pp": 3, "layers": (1, 1, 1)}, r"3 numbers .* add up to the model's 4, found 3 that add up to 3"),
+    "too few": ({"pp": 3, "layers": (2, 2)}, r"layers as 3 numbers of .*, found 2 that"),
+    "negative": ({"pp": 3, "layers": (-1, 2, 3)}, r"add up to 4, -1 among them"),
+    "nothing": ({"pp": 3, "layers": (2, 0, 2)}, r"a block at least in stage 1, found layers=\(2, 0, 2\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_SIZES)
+def test_stages_of_other_numbers_of_blocks_are_refused(case: str) -> None:
+    choices, message = BAD_SIZES[case]
+    with pytest.raises(PlanError, match=message):
+        template_of_graph(graph(), autopar.Mesh("a100", devices_per_node=3), microbatches=2, **choices)
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

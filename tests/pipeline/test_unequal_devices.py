@@ -171,5 +171,6 @@ def test_stages_that_mix_kinds_are_refused() -> None:
 def test_equal_devices_may_be_split_by_speed_too() -> None:
     plan = template(autopar.Mesh("a100", 1, 3), pp=3, split="speed")
     assert sum(blocks_of(plan)) == 8 and len(plan.stages) == 3
-    with pytest.raises(PlanError, match="3 stages divide equally, found 8"):
-        template(autopar.Mesh("a100", 1, 3), pp=3)
+    assert sorted(blocks_of(template(autopar.Mesh("a100", 1, 3), pp=3))) == [2, 3, 3]
+    given = template(autopar.Mesh([("a100", 1, 2), ("v100", 1, 1)]), pp=3, layers=(4, 3, 1))
+    assert blocks_of(given) == [4, 3, 1]

@@ -22,7 +22,7 @@ from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from autopar.runtime.crossing import crossing
 from autopar.simulate import Timeline, simulate
-from autopar.staging import cut, equal_stages
+from autopar.staging import cut, even_sizes, stages_of_sizes
 from autopar.trace import find_blocks, trace
 from models import gpt
 
@@ -64,7 +64,8 @@ def staged(name: str, microbatches: int = 2, nodes: int = 1, tied: bool = False)
     paths = [path for group in find_blocks(whole).paths for path in group]
     firsts = [sum(sizes[:index]) for index in range(len(sizes))]
     mesh = autopar.Mesh("a100", nodes, sum(sizes) // nodes)
-    return cut(whole, plans, equal_stages(whole, paths, len(sizes)), firsts, "1f1b", mesh, profiles())
+    members = stages_of_sizes(whole, paths, even_sizes(whole, paths, len(sizes), 1, load_profile(mesh.profile)))
+    return cut(whole, plans, members, firsts, "1f1b", mesh, profiles())
 
 
 def profiles() -> dict[str, Any]:
