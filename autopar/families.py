@@ -103,6 +103,11 @@ class _BlockRecomputation(NamedTuple):
     own_ns: int
     without_ns: int
 
+    @property
+    def bound_ns(self) -> int:
+        """What a step takes at least where all that is gathered and reduced hides."""
+        return self.without_ns + self.first * self.own_ns
+
 
 class Family:
     """The templates for a graph, each looked at once, and the fastest plan so far."""
@@ -151,13 +156,13 @@ class Family:
         one = Template(dp, tp, 3 if dp > 1 else 0)
         if not counts:
             return True
-        least_ns, fitting_ns = self._look_at(one, counts)
-        if tp > 1 and self._likely_ns(fitting_ns) <= ALIKE * self.best_ns:
+        least_ns = self._look_at(one, counts)
+        if tp > 1 and self._likely_ns(least_ns) <= ALIKE * self.best_ns:
             self._look_at(replace(one, sequence_parallel=True), counts)
         return tp == 1 or self._likely_ns(least_ns) <= ALIKE * self.best_ns
 
-    def _look_at(self, family: Template, counts: Sequence[int]) -> tuple[int, int]:
-        """What a step takes at least in any number of microbatches; and with what must be computed again for it to fit.
+    def _look_at(self, family: Template, counts: Sequence[int]) -> int:
+        """What a step takes at least in any number of microbatches.
 
         Looks at a template with nothing computed again, in these numbers until it fits; then with attention or all
         computed again of as many blocks as it takes, in the number of microbatches that is estimated to be fastest.
@@ -167,17 +172,17 @@ class Family:
             known = _KnownTemplate(self.place(first))
         except AutoparError as error:
             self._refuse(first, str(error))
-            return 0, 0
+            return 0
         least_ns = known.least_ns
         if self._is_slower(family, least_ns):
-            return least_ns, least_ns
+            return least_ns
         if any(self._with_less_sharded(replace(family, microbatches=count), known) for count in counts):
-            return least_ns, least_ns
+            return least_ns
         recomputations = self._recomputations(family, counts, known) if self.request.mode == "train" else []
         for recomputation in recomputations:
-            if self._is_slower(recomputation.template, recomputation.least_ns) or self._recomputed(recomputation):
+            if self._is_slower(recomputation.template, recomputation.bound_ns) or self._recomputed(recomputation):
                 break
-        return least_ns, recomputations[0].least_ns if recomputations else least_ns
+        return least_ns
 
     def _likely_ns(self, least_ns: int) -> float:
         """What a step takes if it is half as much beyond the least as those that were played."""
