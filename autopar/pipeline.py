@@ -163,7 +163,8 @@ def template_plan(
     cut into so many, each split over dp.
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
-    modules around each block's attention operator alone (selective recomputation). check: as in `parallelize`.
+    modules around each block's attention operator alone; "selective" for operators that are cheap for the memory that
+    this frees, such as norms and activations. check: as in `parallelize`.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, dp=dp, tp=tp, pp=pp, zero=zero,

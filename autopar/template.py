@@ -11,7 +11,7 @@ from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
 from autopar.ir.placement import Type
 from autopar.ir.schedule import PLAIN, SCHEDULES
 from autopar.ir.structure import batch_inputs
-from autopar.zero import KINDS, joined, recomputable
+from autopar.zero import KINDS, KINDS_TEXT, joined, recomputable
 
 
 def template_axes(mesh: Mesh, dp: int, tp: int, pp: int) -> LogicalMesh:
@@ -48,21 +48,22 @@ def check_split(split: str) -> None:
 
 
 def template_recompute(graph: Graph, block_paths: Sequence[str], recompute: str) -> tuple[str, ...]:
-    """The module paths of what is computed again in the backward pass.
+    """What is computed again in the backward pass, as in `Plan.recompute`.
 
     "full": each repeated block, of which only what enters it is kept. "block": of each repeated block the attention
     alone, that is the innermost modules with an attention operator in them, or with a softmax and a product of two
-    activations. Raises PlanError for another word, or when there is nothing of the kind.
+    activations. "selective": of each repeated block the operators that are cheap to compute again for the memory which
+    that frees, such as norms and activations. Raises PlanError for another word, or when there is nothing of the kind.
     """
     if recompute not in KINDS:
-        raise PlanError(f'expected recompute as "none", "block" or "full", found {recompute!r}')
+        raise PlanError(f"expected recompute as {KINDS_TEXT}, found {recompute!r}")
     if recompute == "none":
         return ()
-    options = recomputable(graph, block_paths)
-    found = joined(options.full if recompute == "full" else options.attention)
+    found = joined(recomputable(graph, block_paths).of_kind(recompute))
     if not found:
-        what = "repeated blocks" if recompute == "full" else "attention operators in repeated blocks"
-        raise PlanError(f"expected a model with {what} for recompute={recompute!r}, found none")
+        what = {"full": "repeated blocks", "block": "attention operators in repeated blocks"}
+        missing = what.get(recompute, "cheap operators in repeated blocks")
+        raise PlanError(f"expected a model with {missing} for recompute={recompute!r}, found none")
     return found
 
 

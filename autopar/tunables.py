@@ -222,3 +222,11 @@ KEPT = 8
 Halved, ends weigh more in what a change seems to gain; doubled, proposals cost twice as much."""
 WALKED = 200
 """Proposals that a random start is away. Halved, it is nearer the plan; doubled, a little time more."""
+
+# recomputation by operator ----------------------------------------
+
+CHEAP_MOVES, CHEAP_FLOPS = 8, 32
+"""`recompute="selective"` computes an operator again that moves at most so many bytes for each that need not be kept
+then, and computes at most so much for each element that it makes. Moves halved, rotated positions and chains of
+products stay; doubled, more of such chains is made again, for less memory each. FLOPs halved or doubled change nothing:
+norms and activations are far below, matrix products and attention far above but in the smallest of models."""

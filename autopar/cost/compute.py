@@ -75,6 +75,14 @@ def flops(node: Node, operand_shapes: tuple[Shape, ...], result_shapes: tuple[Sh
     return operator(node.op).work.forward_flops(call)
 
 
+def forward_work(
+    node: Node, operand_shapes: tuple[Shape, ...], result_shapes: tuple[Shape, ...], tensors: Mapping[str, Tensor]
+) -> Work:
+    """What one operator computes and moves in its forward pass, on local shapes."""
+    call = node_call(node, operand_shapes, result_shapes, tensors)
+    return operator(node.op).work.forward(call)
+
+
 def optimizer_time_ns(num_bytes: int, num_tensors: int, num_kernels: int, sharded: bool, profile: Profile) -> int:
     """Nanoseconds to read and write `num_bytes` of parameters, gradients and optimizer state.
 

@@ -1,13 +1,32 @@
-"""Blocks of which some compute a module again that others keep: they share a class, which is told when it is made."""
+"""What the backward pass computes again, as the emitter sees it.
+
+Blocks of which some compute a module again that others keep share a class, which is told when it is made. Operators
+that are computed again by themselves are methods; blocks of which other operators are have other classes.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from autopar.emit.module import Module
 from autopar.emit.names import is_number
+from autopar.ir.graph import Graph
 from autopar.ir.plan import StagePlan
+from autopar.ir.recompute import makes_memory, modules_again, operators_again, tensors_again
+from autopar.ir.statements import Operate, Statement
+
+
+def made_again(graph: Graph, recompute: tuple[str, ...]) -> Callable[[Statement], bool]:
+    """Whether a statement is computed again by itself."""
+    operators, tensors = operators_again(recompute), tensors_again(graph, recompute)
+
+    def is_again(statement: Statement) -> bool:
+        if isinstance(statement, Operate):
+            return statement.node.name in operators
+        return statement.redistribute.tensor in tensors and makes_memory(statement.redistribute.steps)
+
+    return is_again
 
 
 class ToldAgain:
@@ -18,7 +37,9 @@ class ToldAgain:
 
     def __init__(self, stage: StagePlan) -> None:
         groups = {block: number for number, blocks in enumerate(stage.blocks) for block in blocks}
-        inside = ((block, path) for path in stage.recompute for block in _around(path) if block in groups)
+        inside = (
+            (block, path) for path in modules_again(stage.recompute) for block in _around(path) if block in groups
+        )
         counts = Counter((groups[block], path.removeprefix(block)) for block, path in inside)
         self.block_of: dict[str, str] = {
             f"{block}{rest}": block
@@ -36,7 +57,7 @@ class ToldAgain:
 
     def own(self, module: Module) -> set[str]:
         """Those that the module itself calls."""
-        regions = (inner for region in module.regions for inner in region.regions() if inner.home is None)
+        regions = (inner for region in module.regions for inner in region.regions() if not inner.is_part)
         return {inner.path for inner in regions if inner.path in self.block_of}
 
     def _called(self, module: Module) -> Iterator[str]:

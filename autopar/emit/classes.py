@@ -17,7 +17,7 @@ from autopar.emit.names import Names, attribute, class_name, escaped, is_number,
 from autopar.emit.packed import pieces_text
 from autopar.emit.tree import Region
 from autopar.ir.branches import Home
-from autopar.ir.graph import Graph, Node, Stored, Tensor
+from autopar.ir.graph import IDENTITY, Graph, Node, Stored, Tensor
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.naming import is_plain
 from autopar.ir.placement import Placement, are_alike, format_placement
@@ -141,7 +141,7 @@ class ClassWriter:
         for stored in self.graph.stored:
             *path, last = stored.name.split(".")
             top.descend(path).stored[last] = stored
-        for region in _walk(root):
+        for region in walk(root):
             top.descend(region.path.split(".") if region.path else []).regions.append(region)
         self.tree, self.attributes = top, Attributes(top, self._num_uses)
         self.firsts = {self.attributes.path(path): first for path, first in _lists(top) if first}
@@ -160,8 +160,8 @@ class ClassWriter:
         own = self.again.own(module)
         lines += [f"{INDENT * 2}self.{name} = {name}" for path, name in again.items() if path in own]
         lines += [f"{INDENT * 2}{line}" for line in self.init_lines(module, {**given, **again})]
-        lines += self.branch_methods(module)
-        for number, region in enumerate(region for region in module.regions if region.home is None):
+        lines += self.part_methods(module)
+        for number, region in enumerate(region for region in module.regions if not region.is_part):
             suffix = f"_{number + 1}" if number else ""
             lines += self._constants(region, f"constants{suffix}")
             lines += ["", *self._forward(region, f"forward{suffix}", f"constants{suffix}")]
@@ -221,11 +221,15 @@ class ClassWriter:
 
     # forward
 
-    def branch_methods(self, module: Module) -> list[str]:
-        """The methods of a module that run on some ranks alone."""
+    def part_methods(self, module: Module) -> list[str]:
+        """The methods of a module that run on some ranks alone, and those that the backward pass runs again."""
         lines = []
-        for number, region in enumerate(region for region in module.regions if region.home is not None):
-            lines += ["", *self._forward(region, f"branch_{number}")]
+        for name, regions in (
+            ("branch", [region for region in module.regions if region.home is not None]),
+            ("again", [region for region in module.regions if region.is_again]),
+        ):
+            for number, region in enumerate(regions):
+                lines += ["", *self._forward(region, f"{name}_{number}")]
         return lines
 
     def _constants(self, region: Region, method: str) -> list[str]:
@@ -268,7 +272,7 @@ class ClassWriter:
         used = [self.stage.axes[position].name for position in self.real]
         lines = [f"{INDENT}def {method}({signature}):"]
         lines += self.axis_lines(body, used)
-        returned = returned if region.home is None else f"({returned},)"
+        returned = returned if not region.is_part else f"({returned},)"
         return [*lines, *body, f"{INDENT * 2}return {returned}"]
 
     def axis_lines(self, body: list[str], axes: list[str]) -> list[str]:
@@ -405,6 +409,8 @@ class ClassWriter:
     def _call_block(self, region: Region, path: str, names: Names) -> str:
         if region.home is not None:
             return self._call_branch(region, region.home, path, names)
+        if region.is_again:
+            return self._call_again(region, path, names)
         made = self.made[id(region)]
         arguments = ", ".join(self.read(value, path, names) for value in made.inputs)
         for value in made.outputs:
@@ -437,6 +443,18 @@ class ClassWriter:
             return one
         rest = ",\n".join(f"{INDENT * 3}{line}" for line in _wrapped(lists, LINE - 3 * len(INDENT)))
         return f"{INDENT * 2}{called},\n{rest},\n{INDENT * 2})"
+
+    def _call_again(self, region: Region, path: str, names: Names) -> str:
+        """The call of operators that are computed again by themselves."""
+        made = self.made[id(region)]
+        inputs = [self.read(value, path, names) for value in made.inputs]
+        left = "".join(f"{names.make(value, self._made_hint(value))}, " for value in made.outputs).rstrip(" ")
+        return f"{INDENT * 2}{left} = rt.remade({', '.join([f'self.{made.name}', *inputs])})"
+
+    def _made_hint(self, value: Value) -> str:
+        """What to call a value after: what makes it."""
+        producer = self.graph.producers.get(value[0])
+        return _operator(producer) if producer is not None and producer.op != IDENTITY else self.hint(value)
 
     def _uses_text(self, region: Region, values: list[Value]) -> list[str]:
         """The parameters that a branch reads: a module where it reads all of it, else one by one."""
@@ -502,13 +520,13 @@ class ClassWriter:
         return count if whole and self._only_last_escapes(items[:count], behind) else 1
 
     def _may_loop(self, region: Region) -> bool:
-        return region.home is None and self.made[id(region)].name == "forward"
+        return not region.is_part and self.made[id(region)].name == "forward"
 
     def _reads(self, item: Statement | Region) -> Sequence[Value]:
         return self.made[id(item)].inputs if isinstance(item, Region) else item.reads
 
     def _are_equal(self, one: Region, other: Region) -> bool:
-        """Whether blocks are of one class, but for what is recomputed in them."""
+        """Whether blocks are of one class, but for what is recomputed in them, as they are in the model."""
         inside = (
             {path.removeprefix(region.path) for path in self.stage.recompute if path.startswith(f"{region.path}.")}
             for region in (one, other)
@@ -593,7 +611,7 @@ def arguments_text(values: Mapping[str, str]) -> str:
     return keywords({name: repr(value) for name, value in values.items()})
 
 
-def _walk(region: Region) -> Iterable[Region]:
+def walk(region: Region) -> Iterable[Region]:
     yield region
     for inner in region.regions():
-        yield from _walk(inner)
+        yield from walk(inner)

@@ -31,7 +31,7 @@ class Folding:
             self._hand_out(inner)
         read = set(_read(region))
         region.inputs = [value for value in region.inputs if value in read]
-        region.kept = [value for value in region.inputs if region.home is None and self._is_of(region, value)]
+        region.kept = [value for value in region.inputs if not region.is_part and self._is_of(region, value)]
         region.inputs = [value for value in region.inputs if value not in region.kept]
         region.constants = self._making(region.kept)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.emit.classes import INDENT, Classes, ClassWriter
+from autopar.emit.again import made_again
+from autopar.emit.classes import INDENT, Classes, ClassWriter, walk
 from autopar.emit.counting import counting_lines, without_summands
 from autopar.emit.early import count_lines, find_early
 from autopar.emit.folding import Folding
@@ -18,6 +19,7 @@ from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.plan import Plan, Stage, StagePlan
+from autopar.ir.recompute import modules_again
 from autopar.ir.shares import axis_text
 from autopar.ir.stages import leaving_values, stage_graph
 from autopar.ir.statements import Flat, Value, flatten
@@ -71,7 +73,8 @@ class _Written:
         self.everything = made_once(graph, stage, flatten(graph, stage, leaving))
         self.flat = flat = without_summands(self.everything, stage)
         ends = [*flat.outputs, *flat.mutations.values(), *flat.leaving]
-        self.root = build_tree(flat.statements, ends, name, block_paths(graph, stage.recompute), flat.hosts)
+        blocks, is_again = block_paths(graph, modules_again(stage.recompute)), made_again(graph, stage.recompute)
+        self.root = build_tree(flat.statements, ends, name, blocks, flat.hosts, is_again)
         self.folding = Folding(graph, flat, self.root)
         self.writer = writer = ClassWriter(graph, stage, flat, classes)
         self.tree = writer.module_tree(self.root)
@@ -174,7 +177,7 @@ def _methods(what: _Written) -> list[str]:
         *(f"{INDENT * 2}{line}" for line in writer.init_lines(what.tree, firsts)),
     ]
     names = Names({axis.name for axis in stage.axes})
-    lines += writer.branch_methods(what.tree)
+    lines += writer.part_methods(what.tree)
     constants = _constants(what.folding, writer, names)
     inputs = [(name, stage.inputs[name]) for name in graph.inputs if name not in graph.received]
     told = [(name, stage.inputs[name]) for name in graph.received]
@@ -196,7 +199,8 @@ def _methods(what: _Written) -> list[str]:
     body += writer.body(early.rest, "", body_names)
     body += _updates(flat, writer, body_names)
     signature = ", ".join(["self", *(body_names[value] for value in (*inputs, *told))])
-    lines += ["", f"{INDENT}def forward({signature}):"]
+    remakes = [f"{INDENT}@rt.remaking"] if any(region.is_again for region in walk(root)) else []
+    lines += ["", *remakes, f"{INDENT}def forward({signature}):"]
     lines += writer.axis_lines(body, [axis.name for axis in stage.axes if axis.name != MICROBATCH])
     outputs, leaving = ([writer.read(value, "", body_names) for value in v] for v in (flat.outputs, flat.leaving))
     is_stage = what.name != "Program"

@@ -20,8 +20,14 @@ class Region:
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     home: Home | None = None  # of a branch: a part of a module call, which runs on some ranks alone
+    is_again: bool = False  # operators that are computed again by themselves: a part of a module call
     kept: list[Value] = field(default_factory=list)  # what it computes once, of its own parameters
     constants: list[Statement] = field(default_factory=list)  # that make these
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is written as a method that its module's forward calls."""
+        return self.home is not None or self.is_again
 
     def statements(self) -> Iterator[Statement]:
         for item in self.items:
@@ -36,14 +42,15 @@ class Region:
 
 def build_tree(
     statements: tuple[Statement, ...], outputs: list[Value], root_class: str, blocks: set[str],
-    hosts: Sequence[Scope] = (),
+    hosts: Sequence[Scope] = (), is_again: Callable[[Statement], bool] = lambda statement: False,
 ) -> Region:  # fmt: skip
     """The region of the whole program; `outputs` are the values it must leave, `blocks` the modules that get one.
 
-    hosts: for each fork, the module call that its branches are written in.
+    hosts: for each fork, the module call that its branches are written in. is_again: whether a statement is computed
+    again by itself; neighbours in a module call are one region.
     """
     depths = [len(_levels(scope, blocks)) for scope in hosts]
-    root = Region("", root_class, _Cutter(blocks, depths).cut(list(statements), 0, ("", root_class)))
+    root = Region("", root_class, _Cutter(blocks, depths, is_again).cut(list(statements), 0, ("", root_class)))
     _mark_borders(root, set(outputs))
     root.outputs = outputs
     return root
@@ -56,8 +63,8 @@ def _levels(scope: Scope, inner: set[str]) -> list[tuple[str, str]]:
 class _Cutter:
     """Cuts statements by module calls, and by the branches at the depths of their hosts."""
 
-    def __init__(self, blocks: set[str], depths: Sequence[int]) -> None:
-        self.blocks, self.depths = blocks, depths
+    def __init__(self, blocks: set[str], depths: Sequence[int], is_again: Callable[[Statement], bool]) -> None:
+        self.blocks, self.depths, self.is_again = blocks, depths, is_again
 
     def cut(
         self, statements: list[Statement], depth: int, around: tuple[str, str], branch: Home | None = None
@@ -73,6 +80,11 @@ class _Cutter:
                 items.append(
                     Region(*around, self.cut(statements[start:end], depth, around, first.home), home=first.home)
                 )
+            elif len(levels) <= depth and self.is_again(first):
+                end = _run(
+                    statements, start, lambda s: self.is_again(s) and len(_levels(s.scope, self.blocks)) <= depth
+                )
+                items.append(Region(*around, [*statements[start:end]], is_again=True))
             elif len(levels) <= depth:
                 items.append(first)
                 end = start + 1

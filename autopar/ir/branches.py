@@ -22,6 +22,7 @@ from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import P, Placement, R
 from autopar.ir.plan import Fork, NodePlan, Redistribute, Stage, StagePlan
+from autopar.ir.recompute import modules_again, operators_again
 from autopar.ir.structure import computed_once, is_random, region_of
 
 #: what may leave a branch: sums over ranks are exact where all but one are zero, and every backend has them
@@ -282,9 +283,11 @@ def refusal(graph: Graph, node: Node, constant: Collection[str], recompute: tupl
         return "a loss, whose samples all ranks count"
     if any(name in constant for name in node.results):
         return "a constant, which is computed once, on all ranks"
-    again = region_of(recompute, node.scope.module)
+    again = region_of(modules_again(recompute), node.scope.module)
+    if node.name in operators_again(recompute):
+        return "one that is computed again in the backward pass"
     if again >= 0:
-        return f"one that is computed again in the backward pass, in {recompute[again]}"
+        return f"one that is computed again in the backward pass, in {modules_again(recompute)[again]}"
     if node.op == IDENTITY and graph.producers.get(node.operands[0]) is None:
         return "a name for what comes from outside"
     return None

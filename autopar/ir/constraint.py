@@ -15,7 +15,7 @@ from autopar.ir.placement import Type, parse_type
 from autopar.ir.schedule import SCHEDULES
 
 What = Literal["stored", "used", "output", "tensor", "input"]
-Recompute = Literal["none", "block", "full"]
+Recompute = Literal["none", "selective", "block", "full"]
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ class Constraint:
     min_dims: only tensors of at least that many dims. microbatches, stages: pin their
     numbers, whatever the pattern. schedule, chunks: pin those of plans of several stages, where a stage of `stages` is
     a submesh with so many chunks in turn.
-    recompute: pins what of the repeated blocks of these module paths is computed again: "none", "block" (the attention)
-    or "full". Then nothing of the other blocks is, unless further constraints say so.
+    recompute: pins what of the repeated blocks of these module paths is computed again: "none", "selective" (operators
+    that are cheap for the memory that this frees), "block" (the attention) or "full". Then nothing of the other blocks
+    is, unless further constraints say so.
     """
 
     pattern: str = "*"
@@ -62,7 +63,7 @@ class Constraint:
         if self.zero not in (None, 0, 1, 2, 3):
             raise PlanError(f"expected a ZeRO stage from 0 to 3, found {self.zero!r}")
         if self.recompute not in (None, *get_args(Recompute)):
-            raise PlanError(f'expected recompute as "none", "block" or "full", found {self.recompute!r}')
+            raise PlanError(f'expected recompute as "none", "selective", "block" or "full", found {self.recompute!r}')
         if self.microbatches is not None and self.microbatches < 1:
             raise PlanError(f"expected at least one microbatch, found {self.microbatches}")
         if self.stages is not None and self.stages < 1:

@@ -318,7 +318,7 @@ class Plan:
     schedule: str = PLAIN  # a row of `ir.schedule`
     microbatches: int = 1
     microbatch_inputs: tuple[str, ...] = ()  # inputs whose dim 0 microbatches divide
-    recompute: tuple[str, ...] = ()  # module paths whose activations are computed again in the backward pass
+    recompute: tuple[str, ...] = ()  # modules and operators computed again in the backward pass (`ir.recompute`)
     mode: str = "train"
     training: bool = True  # whether the model was in training mode: its dropout and batch norm are those of that mode
     optimizer: str = "adamw"
@@ -479,7 +479,7 @@ class StagePlan(Stage):
 
     @property
     def recompute(self) -> tuple[str, ...]:
-        """Modules whose activations are computed again in the backward pass."""
+        """Modules and operators that are computed again in the backward pass."""
         return self.plan.recompute
 
     @property

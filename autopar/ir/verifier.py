@@ -6,7 +6,7 @@ A plan is well typed when
   3. every redistribution is a sequence of legal steps of the table from the producer's placement to its target;
   4. every node's placements follow one of its operator's rules on each axis, and its local shapes exist;
   5. the outputs end whole: I where a gradient enters, R elsewhere; what parameters become, as these are stored;
-  6. what is recomputed are modules that run, none inside of another;
+  6. what is recomputed are modules that run, none inside of another, and operators in blocks that read what they make;
   7. axes with shares cut activations alone, in whole parts (`shares.check_shares`);
   8. branches run at one coordinate of an axis, and may (`branches.check_forks`);
   9. of several stages, each is well typed, and receives what it reads as it was sent (`stages.check_stages`);
@@ -28,9 +28,18 @@ from autopar.ir.mesh import MICROBATCH, LogicalMesh, check_axis_names
 from autopar.ir.packed import check_packing
 from autopar.ir.placement import I, P, Placement, R, format_placement, of_new_value
 from autopar.ir.plan import Plan, Redistribute, Stage, StagePlan, Storage
+from autopar.ir.recompute import (
+    is_operator_call,
+    modules_again,
+    node_of_call,
+    operator_call,
+    refusal_again,
+    tensors_again,
+)
 from autopar.ir.redistribution import apply, is_legal
 from autopar.ir.shares import check_axes_with_shares, check_shares
 from autopar.ir.stages import check_stages, stage_graph
+from autopar.ir.structure import block_paths
 
 Admits = Callable[[Graph, Node, tuple[Placement, ...], tuple[Placement, ...], LogicalMesh], str | None]
 
@@ -56,6 +65,8 @@ def _verify_stage(graph: Graph, stage: StagePlan, admits: Admits) -> None:
     """One stage by itself; what it receives comes in as `check_stages` has found it to be sent."""
     for node in graph.nodes:
         _check_rank(node, stage.nodes[node.name].operands, stage.nodes[node.name].results, len(stage.axes))
+    if crossing := sorted(tensors_again(graph, stage.recompute) & {*graph.received, *graph.sent}):
+        raise PlanError(f"expected stages to keep what they send, found {crossing[0]} computed again")
     check_forks(graph, stage)
     placements, branched = _sources(graph, stage), homes(stage)
     arrived = {(r.tensor, r.target) for r in stage.redistributes}
@@ -113,18 +124,34 @@ def _check_recompute(graph: Graph, plan: Plan) -> None:
     if not plan.recompute:
         return
     running = {path for node in graph.nodes for path, _ in node.scope.path if path}
-    for path in plan.recompute:
+    modules = modules_again(plan.recompute)
+    for path in modules:
         if path not in running:
             near = ", ".join(difflib.get_close_matches(path, running)) or "none of a name like that"
             raise PlanError(f"expected modules that run something to recompute, found {path!r}; there is {near}")
     for path in plan.recompute:
         parts = path.split(".")
         around = {".".join(parts[:count]) for count in range(1, len(parts))}
-        inside = around.intersection(plan.recompute)
+        inside = around.intersection(modules)
         if inside or plan.recompute.count(path) > 1:
             raise PlanError(
                 f"expected each module to recompute once, found {path} inside of {inside.pop() if inside else 'itself'}"
             )
+    _check_operators_again(graph, plan)
+
+
+def _check_operators_again(graph: Graph, plan: Plan) -> None:
+    """That operators that are computed again by themselves are some, in blocks that make all of what reads them."""
+    names = [name for name in plan.recompute if is_operator_call(name)]
+    blocks = block_paths(graph) if names else set[str]()
+    for name in names:
+        node = graph.node_by_name.get(node_of_call(name))
+        if node is None or operator_call(node) != name:
+            known = [operator_call(node) for node in graph.nodes]
+            near = ", ".join(difflib.get_close_matches(name, known)) or "none of a name like that"
+            raise PlanError(f"expected operators of the model to recompute, found {name!r}; there is {near}")
+        if (objection := refusal_again(graph, node, blocks)) is not None:
+            raise PlanError(f"expected operators that can run again by themselves, found {name!r}: {objection}")
 
 
 def _check_axes(plan: Plan, stage: Stage) -> None:

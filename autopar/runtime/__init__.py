@@ -39,6 +39,7 @@ from autopar.runtime.randomness import draw, reference_dropout, seed_dropout, se
 from autopar.runtime.rank import Rank
 from autopar.runtime.recomputing import recomputed
 from autopar.runtime.redistribute import redistribute
+from autopar.runtime.remaking import remade, remaking
 
 __all__ = [
     "Axis",
@@ -81,6 +82,8 @@ __all__ = [
     "recomputed",
     "redistribute",
     "reference_dropout",
+    "remade",
+    "remaking",
     "renamed",
     "save_checkpoint",
     "seed_dropout",

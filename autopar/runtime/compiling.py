@@ -45,6 +45,7 @@ def compile_blocks(program: nn.Module, compiler: Compile) -> None:
     for block in running:
         plain = types.MethodType(type(block).forward, block)
         block.__dict__["forward"] = plain if loops[type(block)] else compiler(plain)
+        block.__dict__["is_compiled"] = not loops[type(block)]
     _tell(loops)
 
 

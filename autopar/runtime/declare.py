@@ -200,6 +200,7 @@ class Block(Parameters):
         self.__dict__["mesh"] = mesh
 
     mesh: RankMesh
+    is_compiled: bool = False
 
     @property
     def axes(self) -> tuple[Axis, ...]:

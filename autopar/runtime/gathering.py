@@ -6,7 +6,10 @@ backward pass reaches the unit, and freed when its gradients are done; one unit 
 meanwhile, in the order and for the passes that the microbatch before showed. A unit that the backward pass recomputes
 is converted for that, and stays until its gradients are done. The program itself is a unit, too,
 but keeps its own parameters between the forward and the backward pass: they are converted once a microbatch.
-All other converted parameters are converted once a step, at its begin, and kept.
+
+All other converted parameters are converted once a step and kept. Their buckets start when it begins, in the order in
+which the step before has first read them; each is waited for where the first of its parameters is read, so that the
+others travel beside the first microbatch's forward pass.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from autopar.runtime.coalesce import CutTensor
 from autopar.runtime.declare import Block
 from autopar.runtime.functions import tensors_in
 from autopar.runtime.mesh import RankMesh
+from autopar.runtime.packing import pack_gathers
 from autopar.runtime.redistribute import forward_step
 from autopar.runtime.stored import ParameterUse, SizedStep
 
@@ -43,11 +47,6 @@ class Unit:
         self.undone = 0  # regathered leaves whose gradient is still to come in this backward pass
         self.read_outside: dict[ParameterUse, None] = {}  # regathered, asked for by something outside, in that order
         self._under_way: list[Callable[[], None]] = []
-
-    def launch_kept(self) -> None:
-        for slot in self.kept:
-            slot.hide()
-        self._under_way.append(start_conversion(self.kept))
 
     def launch(self) -> None:
         """Starts to convert the regathered parameters that are not in place and not under way."""
@@ -76,13 +75,12 @@ class Unit:
                 slot.free()
 
     def fetch(self, slot: ParameterUse) -> Tensor:
-        """Brings one leaf into place for a reader outside the unit; it stays until the microbatch ends."""
+        """Brings one regathered leaf into place for a reader outside the unit; it stays until the microbatch ends."""
         self.finish()
         if not slot.is_live:
             start_conversion([slot])()
-        slot.is_pinned = slot in self.regathered
-        if slot.is_pinned:
-            self.read_outside[slot] = None
+        slot.is_pinned = True
+        self.read_outside[slot] = None
         return slot.leaf
 
     def pin_seen(self, outputs: Iterable[Tensor]) -> None:
@@ -100,6 +98,57 @@ class Unit:
             self.fetch(slot)
 
 
+class FirstConversions:
+    """Parameters that are converted once a step, bucket by bucket, each waited for where the first of it is read.
+
+    The first step shows in which order they are read. It is the same on all ranks: those that do not run a branch name
+    what it reads.
+    """
+
+    def __init__(self, slots: Sequence[ParameterUse]) -> None:
+        self._order = list(slots)  # as declared, until it has been seen once
+        self._read: dict[ParameterUse, None] | None = {}  # in this step, while the order is to be seen
+        self._under_way: dict[ParameterUse, tuple[list[ParameterUse], Callable[[], None]]] = {}
+
+    def launch(self) -> None:
+        """Starts all of them, those that are read first at first."""
+        self._finish_all()  # of a step that failed midway
+        self._read = None if self._read is None else {}
+        for bucket in pack_gathers(self._order, _lane, lambda slot: slot.num_bytes):
+            for slot in bucket:
+                slot.hide()
+            self._under_way.update(dict.fromkeys(bucket, (bucket, start_conversion(bucket))))
+
+    def fetch(self, slot: ParameterUse) -> Tensor:
+        """Waits for the slot's bucket. Its leaves are in place then; hidden, while the order is to be seen."""
+        self._finish(slot)
+        if self._read is not None:
+            self._read[slot] = None
+            slot.show()
+        return slot.leaf
+
+    def end_step(self) -> None:
+        """Waits for what nothing has read."""
+        self._finish_all()
+        if self._read is not None:
+            self._order = [*self._read, *(slot for slot in self._order if slot not in self._read)]
+            self._read = None
+
+    def _finish_all(self) -> None:
+        while self._under_way:
+            self._finish(next(iter(self._under_way)))
+
+    def _finish(self, slot: ParameterUse) -> None:
+        bucket, wait = self._under_way.get(slot, ((), None))
+        if wait is not None:
+            for other in bucket:
+                del self._under_way[other]
+            wait()
+        if self._read is not None:
+            for other in bucket:
+                other.hide()
+
+
 class Gatherer:
     """Runs the units' conversions around their forward and backward passes, one unit ahead."""
 
@@ -107,21 +156,27 @@ class Gatherer:
         self.units = list(units)
         self._order = list(units)  # as the forward pass visits them: as declared, until it has been seen once
         self._visited: list[Unit] = []
+        self.first = FirstConversions([slot for unit in units for slot in unit.kept])
         for unit in self.units:
             self._attach(unit)
 
     def _attach(self, unit: Unit) -> None:
         unit.block.register_forward_pre_hook(lambda block, inputs: self._before_forward(unit))
         unit.block.register_forward_hook(lambda block, inputs, outputs: self._after_forward(unit, outputs))
-        for slot in (*unit.kept, *unit.regathered):
+        for slot in unit.regathered:
             slot.holder.late_tensors[slot.attribute] = partial(unit.fetch, slot)
+        for slot in unit.kept:
+            slot.holder.late_tensors[slot.attribute] = partial(self.first.fetch, slot)
 
     def begin_step(self) -> None:
         """Starts to convert everything that is converted once a step. The stored shards may be new since."""
         for unit in self.units:
             unit.in_flight = 0
-            if unit.kept:
-                unit.launch_kept()
+        self.first.launch()
+
+    def end_step(self) -> None:
+        """Waits for what no microbatch has read."""
+        self.first.end_step()
 
     def begin_forward(self) -> None:
         """A microbatch's forward pass begins."""
@@ -164,6 +219,9 @@ class Gatherer:
             unit.has_run = True
         self._launch_neighbour(unit, +1, is_again)
         unit.finish()
+        if unit.block.is_compiled:  # which would break in two where it waits
+            for slot in unit.kept:
+                self.first.fetch(slot)
 
     def _after_forward(self, unit: Unit, outputs: Any) -> None:
         if unit.block.mesh.progress.is_again or not unit.regathered or unit.is_root:
@@ -239,8 +297,12 @@ def _cast_lane(slots: list[ParameterUse]) -> Callable[[], None]:
     """Slots that are what is stored, in another dtype."""
     for slot in slots:
         slot.target.copy_(slot.parameter.local)
-        slot.show()
-    return lambda: None
+
+    def finish() -> None:
+        for slot in slots:
+            slot.show()
+
+    return finish
 
 
 def _convert(tensors: list[Tensor], steps: list[SizedStep], mesh: RankMesh) -> list[Tensor]:

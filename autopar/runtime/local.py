@@ -98,6 +98,7 @@ class Local:
 
     def finish_late(self) -> None:
         """Waits for results that nothing in the step reads, and takes over what forward has set of what is stored."""
+        self.gatherer.end_step()
         comm.finish_late(self.mesh)
         with torch.no_grad():
             for target in self._targets.values():

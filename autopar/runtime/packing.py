@@ -1,4 +1,5 @@
-"""Which gradients travel home together: the runtime packs them so, and the simulator foretells it."""
+"""Which parameters are gathered, and which gradients go home, together: the runtime packs them so, and the simulator
+foretells it."""
 
 from __future__ import annotations
 
@@ -11,6 +12,31 @@ FIRST_BUCKET_BYTES = 1 << 20  # the first to be complete is small, so that the l
 MAX_IN_FLIGHT = 3  # buckets that hold a whole gradient while only its shard is wanted
 
 T = TypeVar("T")
+
+
+def pack_gathers(
+    items: Iterable[T], way: Callable[[T], Hashable], num_bytes: Callable[[T], int]
+) -> list[list[T]]:  # fmt: skip
+    """Groups what is gathered at the begin of a step, in order of first use; large ones go alone.
+
+    A bucket travels where its first item would, so that nobody waits for what is used later: small ones of the same way
+    that are used later come along. The first of a way is small, so that it is there early.
+    """
+    groups: list[list[T]] = []
+    latest: dict[Hashable, tuple[list[T], int, int]] = {}  # by way: the bucket, its bytes, and the most that it takes
+    for item in items:
+        size, key = num_bytes(item), way(item)
+        group, filled, limit = latest.get(key, ([], 0, FIRST_BUCKET_BYTES))
+        if size >= LONE_BYTES:
+            groups.append([item])
+            continue
+        if filled + size > limit:
+            group, filled, limit = [], 0, BUCKET_BYTES
+        if not group:
+            groups.append(group)
+        group.append(item)
+        latest[key] = group, filled + size, limit
+    return groups
 
 
 def pack_gradients(

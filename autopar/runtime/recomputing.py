@@ -44,10 +44,10 @@ def recomputed(block: Callable[..., Any], *inputs: Any) -> Any:
 
 def _contexts(progress: Progress) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """What the first and the second run of a block are under."""
-    return nullcontext(), _Again(progress)
+    return nullcontext(), AsThen(progress)
 
 
-class _Again(AbstractContextManager[None]):
+class AsThen(AbstractContextManager[None]):
     """Everything as it was when this was made, until it ends; any number of times, since each call has its own."""
 
     def __init__(self, progress: Progress) -> None:

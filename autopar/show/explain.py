@@ -13,6 +13,7 @@ from autopar.ir.labels import storage_text, strategy_text
 from autopar.ir.naming import printable
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Alternative, Choice, Plan, Stage
+from autopar.ir.recompute import modules_again, operators_again
 from autopar.show.text import bytes_text, fork_text, graphs_text, runners_up, share_lines, time_text, used_placements
 
 SCREEN_LINES = 48
@@ -35,19 +36,26 @@ def explain_text(plan: Plan, pattern: str) -> str:
     found = [item for s in stages for item in (*_inputs(plan, s, pattern), *_parameters(plan, s, pattern))]
     found += [item for stage in stages for item in _operators(plan, stage, pattern)]
     conversions = [line for stage in stages for line in _redistributions(plan, stage, pattern)]
-    again = [path for path in plan.recompute if _matches(path, pattern) or f"{pattern}.".startswith(f"{path}.")]
+    modules = modules_again(plan.recompute)
+    again = [path for path in modules if _matches(path, pattern) or f"{pattern}.".startswith(f"{path}.")]
+    operators = [name for name in plan.scopes if name in operators_again(plan.recompute)]
+    by_itself = [name for name in operators if _matches(name, pattern) or _matches(plan.scope(name)[0], pattern)]
     rewritten = list(_substitutions(plan, pattern))
     if not found and not conversions and not rewritten:
         return printable(_no_match(plan, pattern))
     found += [item for stage in stages for item in _forks(plan, stage, pattern)]
     told = [line.strip() for line in share_lines(plan)]
-    shown = (SCREEN_LINES - 2 - bool(again) - len(told) - len(conversions) - len(rewritten)) // max(1, len(found)) - 1
+    shown = (SCREEN_LINES - 2 - bool(again) - bool(by_itself) - len(told) - len(conversions) - len(rewritten)) // max(
+        1, len(found)
+    ) - 1
     others = runners_up(plan)
     lines = [f"Of whole plans, the next best were {'; '.join(others)}."] if others else []
     lines += [f"Of equal graphs, by a step: {graphs}."] if (graphs := graphs_text(plan)) else []
     lines += [_HEADER, *told]
     if again:
         lines.append(f"Computed again in the backward pass, but for what enters it: {_some(again)}")
+    if by_itself:
+        lines.append(f"Computed again in the backward pass, by themselves: {_some(by_itself, 'operators')}")
     lines += rewritten
     for line, choice in found:
         lines += _with_alternatives(plan, line, choice, min(shown, MAX_SHOWN))
@@ -59,8 +67,8 @@ def choices_of(plan: Plan, stage: Stage) -> tuple[Choice, ...]:
     return plan.choices if stage.axes == plan.stages[0].axes else ()
 
 
-def _some(paths: list[str]) -> str:
-    return ", ".join(paths) if len(paths) < 4 else f"{paths[0]} … {paths[-1]} ({len(paths)} modules)"
+def _some(paths: list[str], what: str = "modules") -> str:
+    return ", ".join(paths) if len(paths) < 4 else f"{paths[0]} … {paths[-1]} ({len(paths)} {what})"
 
 
 def _with_alternatives(plan: Plan, line: str, choice: Choice | None, shown: int) -> Iterator[str]:

@@ -13,6 +13,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.naming import printable
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Breakdown, Fork, GraphPlan, Plan, Prediction, Stage, Storage, rule_counts
+from autopar.ir.recompute import is_operator_call, modules_again, node_of_call
 from autopar.ir.schedule import PLAIN
 from autopar.ir.shares import alike_ranks, axis_text
 from autopar.ir.tried import Tried
@@ -175,13 +176,34 @@ def _setting_text(row: Tried) -> str:
 
 
 def recompute_text(plan: Plan) -> str:
-    """ "layers.*  ×2 of 4": what is computed again, of how many modules of a like name; "none"."""
-    again = Counter(_folded(path) for path in plan.recompute)
+    """ "layers.*  ×2 of 4": what is computed again, of how many modules of a like name; "layers.* (gelu, layer_norm ×2)
+    ×3 of 4": operators by themselves, of so many blocks; "none"."""
+    again = Counter(_folded(path) for path in modules_again(plan.recompute))
     called = {tuple(_module(plan, name).split(".")) for name in plan.scopes}
     modules = {".".join(parts[:n]) for parts in called for n in range(1, len(parts) + 1)}
     alike = Counter(map(_folded, modules))
     counts = {path: f"{count} of {alike[path]}" if count < alike[path] else str(count) for path, count in again.items()}
-    return ", ".join(f"{path}  ×{count}" for path, count in counts.items()) or "none"
+    texts = [f"{path}  ×{count}" for path, count in counts.items()]
+    for (path, operators), count in _operators_again(plan).items():
+        times = f"{count} of {alike[path]}" if count < alike[path] else str(count)
+        texts.append(f"{path} ({operators})  ×{times}")
+    return ", ".join(texts) or "none"
+
+
+def _operators_again(plan: Plan) -> Counter[tuple[str, str]]:
+    """In how many blocks of a like name which operators are computed again by themselves."""
+    blocks = {path for paths in plan.blocks for path in paths}
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for name in filter(is_operator_call, plan.recompute):
+        module, op, _ = plan.scope(node_of_call(name))
+        parts = module.split(".")
+        around = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        found[next((path for path in around if path in blocks), module)][op.split(".")[1]] += 1
+    return Counter((_folded(path), _times_text(operators)) for path, operators in found.items())
+
+
+def _times_text(counts: Counter[str]) -> str:
+    return ", ".join(name if count == 1 else f"{name} ×{count}" for name, count in sorted(counts.items()))
 
 
 def sources_text(sources: Mapping[str, str]) -> str:

@@ -36,6 +36,7 @@ from autopar.cost.compute import pointwise_time_ns
 from autopar.ir.graph import IDENTITY, Graph, Node
 from autopar.ir.placement import Placement
 from autopar.ir.plan import NodePlan, Plan, StagePlan, Storage
+from autopar.ir.recompute import modules_again, operators_again
 from autopar.ir.redistribution import Step
 from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, SCHEDULES, Turn
 from autopar.ir.structure import batch_inputs
@@ -150,8 +151,9 @@ class SeparatePrices:
     def computed_again(self, recompute: Sequence[str]) -> list[str]:
         """The operators that surely run again where these modules do: each of them saves something for its own backward
         pass."""
-        paths = frozenset(recompute)
-        return [node.name for node in self._saving if call_of(node.scope, paths) is not None] if paths else []
+        modules, operators = frozenset(modules_again(recompute)), operators_again(tuple(recompute))
+        again = (node for node in self._saving if node.name in operators or call_of(node.scope, modules) is not None)
+        return [node.name for node in again] if recompute else []
 
     @cached_property
     def _saving(self) -> list[Node]:

@@ -2,7 +2,8 @@
 the first of two parts of a backward pass goes through.
 
 A call of a recomputed module runs again, as a whole, when autograd asks for the first thing that an operator in it has
-saved. One in which nothing is saved for the backward pass does not.
+saved. One in which nothing is saved for the backward pass does not. Operators that run again by themselves do so with
+their neighbours of that kind, when the first of what they have saved, or made, is asked for (`ir.recompute`).
 
 Where a backward pass comes in two parts, all that depends on what the stage has received is on the first one's way, as
 `runtime.splitting` finds it in autograd's graph. What is computed from parameters beside it waits for the second part,
@@ -30,6 +31,7 @@ from autopar.ir.graph import Graph, Node, Scope
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement, Shape, evenly, local_shape
 from autopar.ir.plan import StagePlan
+from autopar.ir.recompute import PieceStep, makes_memory, modules_again, operators_again, pieces_needed, tensors_again
 from autopar.ir.redistribution import Step, apply
 from autopar.ir.statements import Flat, Operate, Statement, Value
 from autopar.ir.structure import block_paths, constant_tensors, folded_tensors
@@ -115,20 +117,54 @@ def graph_facts(graph: Graph, device_type: str) -> GraphFacts:
 # What runs again ----------------------------------------
 
 
-Call = tuple[tuple[str, str], ...]
-"""A recomputed module with those around it, as in `Scope.path`."""
+Call = tuple[tuple[str, str], ...] | str
+"""A recomputed module with those around it, as in `Scope.path`; of operators by themselves, the block that they are
+in."""
+
+
+class Again:
+    """What a plan computes again of a graph, and in which call of a module, or run of operators in a block."""
+
+    def __init__(self, graph: Graph, recompute: tuple[str, ...], blocks: Set[str]) -> None:
+        self.modules = frozenset(modules_again(recompute))
+        self.operators, self.tensors = operators_again(recompute), tensors_again(graph, recompute)
+        self._blocks = blocks
+
+    def __bool__(self) -> bool:
+        return bool(self.modules or self.operators)
+
+    def of_node(self, node: Node) -> Call | None:
+        """Where an operator runs again."""
+        if node.name in self.operators:
+            return self._block_of(node.scope)
+        return call_of(node.scope, self.modules)
+
+    def of_conversion(self, tensor: str, steps: Sequence[Step], scope: Scope) -> Call | None:
+        """Where a tensor is brought to another placement again. scope: where it is the first time."""
+        if tensor in self.tensors and makes_memory(steps):
+            return self._block_of(scope)
+        return call_of(scope, self.modules)
+
+    def _block_of(self, scope: Scope) -> str:
+        """The innermost block around; "" is the program itself."""
+        return next((path for path, _ in reversed(scope.path) if path in self._blocks or path in self.modules), "")
 
 
 class Recomputation:
     """The pieces of one plan. flat: states it, asked for once at most. `reached`: the tensors that get a gradient, none
     in inference."""
 
-    def __init__(self, graph: Graph, flat: Callable[[], Flat], recompute: Sequence[str], reached: set[str]) -> None:
-        statements, paths = flat().statements if recompute and reached else (), frozenset(recompute)
-        pieces = number_calls(call_of(statement.scope, paths) for statement in statements)
-        again = {
-            piece for piece, statement in zip(pieces, statements, strict=True) if _saves(graph, statement, reached)
-        }  # fmt: skip
+    def __init__(self, graph: Graph, plan: StagePlan, flat: Callable[[], Flat], reached: set[str]) -> None:
+        statements = flat().statements if plan.recompute and reached else ()
+        calls = Again(graph, plan.recompute, block_paths(graph) if statements else set())
+        pieces = number_calls(_call_of(calls, statement) for statement in statements)
+        by_itself = [isinstance(_call_of(calls, statement), str) for statement in statements]
+        memory = _StatementMemory(graph, plan)
+        steps = [
+            memory.step(statement, piece, alone, _saves(graph, statement, reached))
+            for statement, piece, alone in zip(statements, pieces, by_itself, strict=True)
+        ]
+        again = {piece for needed in pieces_needed(steps) for piece in needed}
         known = zip(pieces, statements, strict=True)
         self._again: set[str | Value] = {_key(s) for piece, s in known if piece >= 0 and piece in again}
 
@@ -143,6 +179,44 @@ class Recomputation:
     def converts_again(self, value: Value) -> bool:
         """Whether a tensor is brought to a placement again."""
         return value in self._again
+
+
+class _StatementMemory:
+    """Memory of the values of statements, by number; views share that of what they are views of."""
+
+    def __init__(self, graph: Graph, plan: StagePlan) -> None:
+        self._graph, self._axes, self._of = graph, plan.axes, dict[Value, int]()
+
+    def step(self, statement: Statement, piece: int, by_itself: bool, saves: bool) -> PieceStep:
+        """A statement, by the memory that it reads, makes and keeps."""
+        reads = [self._of.setdefault(value, len(self._of)) for value in statement.reads]
+        shares = self._shares(statement)
+        for value in statement.makes:
+            self._of[value] = reads[0] if shares else len(self._of)
+        makes = [self._of[value] for value in statement.makes]
+        kept = list[int]()
+        if saves and isinstance(statement, Operate):
+            names = (*statement.node.operands, *statement.node.results)
+            known = dict(zip(names, (*reads, *makes), strict=True))
+            kept = [known[name] for name in saved_values(statement.node, self._graph) if isinstance(name, str)]
+        return PieceStep(piece, by_itself, reads, () if shares else makes, kept, saves)
+
+    def _shares(self, statement: Statement) -> bool:
+        if isinstance(statement, Operate):
+            return is_view(statement.node, self._graph)
+        return bool(statement.reads) and not any(
+            "S" in (step.before.kind, step.after.kind)
+            or step.after.kind == "P"
+            or (step.transfers[0].collective and self._axes[step.axis].size > 1)
+            for step in statement.redistribute.steps
+        )
+
+
+def _call_of(calls: Again, statement: Statement) -> Call | None:
+    if isinstance(statement, Operate):
+        return calls.of_node(statement.node)
+    moved = statement.redistribute
+    return calls.of_conversion(moved.tensor, moved.steps, statement.scope)
 
 
 def call_of(scope: Scope, recompute: Set[str]) -> Call | None:

@@ -6,9 +6,10 @@ Lifetimes: when an activation's memory is taken and given back within a microbat
 pass takes an item's memory when it runs and gives it back when the function returns in which it has a name, unless
 autograd saved it: then after the backward of the first item (in forward order) that saved it. In a recomputed region
 nothing but what enters it is kept; when the backward pass first needs something of it, its items run again and their
-memory lives as without recomputation. Gradients of activations live from the first reader's backward to that of the
-maker. A backward pass in two parts keeps everything for the second, since autograd gives back nothing of a graph that
-is still asked for, and the gradients of what operators with a gradient of their own make.
+memory lives as without recomputation. Of operators that run again by themselves nothing is kept for others either.
+Gradients of activations live from the first reader's backward to that of the maker. A backward pass in two parts keeps
+everything for the second, since autograd gives back nothing of a graph that is still asked for, and the gradients of
+what operators with a gradient of their own make.
 
 Directions: what the items of a stage do in its backward pass, or in one of the two parts of it.
 """
@@ -227,11 +228,11 @@ class Frames:
 
 
 def _entries(program: LocalProgram) -> dict[int, int]:
-    """For each recomputed region, the first item that saves something: its backward pass is the last that needs it."""
+    """For each recomputed region, the first item whose backward pass needs something of it, which is the last to."""
     found: dict[int, int] = {}
     for number, item in enumerate(program.items):
-        if item.needs_saved:
-            found.setdefault(item.region, number)
+        for region in item.needs:
+            found.setdefault(region, number)
     return found
 
 
@@ -269,10 +270,13 @@ def _place(
     """
     items = program.items
     region = items[owner].region
+    inside = [number for number in savers if region >= 0 and items[number].region == region]
     kept = [number for number in savers if region < 0 or items[number].region != region]
     # What enters another region stays for its second run, until the backward pass needs nothing of that any more.
     others = {items[number].region for number in readers} - {-1, region}
     kept += [entries[other] for other in others if other in entries]
+    if region in program.by_itself:
+        inside, kept = inside + kept, []
     lifetimes.forward.taken[owner] += size
     if kept:
         _give_back(lifetimes, program, size, kept)
@@ -280,7 +284,6 @@ def _place(
         lifetimes.forward.given[max(*readers, returned)] += size
     if region < 0:
         return
-    inside = [number for number in savers if items[number].region == region]
     lifetimes.recompute.taken[owner] += size
     if inside:
         _give_back(lifetimes, program, size, inside)
@@ -449,12 +452,12 @@ def _direction_of(
         units = (unit for unit in reversed(orders.around[items[n].unit]) if unit in orders.gathers)
         entered[n] = tuple([unit for unit in units if unit not in known])
         known.update(entered[n])
-    regions = {items[n].region for n in before if items[n].needs_saved}
+    regions = {region for n in before for region in items[n].needs}
     reader = _Reader(program, orders, lifetimes, name)
     return Direction(
         steps=tuple([reader.step(number) for number in numbers]),
         entered={number: units for number, units in entered.items() if units},
-        regions=frozenset(items[n].region for n in numbers if items[n].region >= 0) - regions,
+        regions=frozenset(region for n in numbers for region in items[n].needs) - regions,
     )
 
 

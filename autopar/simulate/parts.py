@@ -417,7 +417,7 @@ def _unmarked(program: LocalProgram) -> tuple[list[Value], list[Item]]:
     for value in values:
         value.wants_gradient = False
     for item in items:
-        item.runs_backward, item.region = False, -1
+        item.runs_backward, item.region, item.needs = False, -1, ()
     return values, items
 
 
@@ -445,7 +445,7 @@ def _backward_reads(program: LocalProgram, num_entering: int) -> list[int]:
 
 def _kept(program: LocalProgram, trains: bool) -> frozenset[int]:
     """Memory that is kept from the forward pass, as far as the part's own items keep it (see `Lifetimes`)."""
-    entries = {item.region for item in program.items if item.needs_saved}
+    entries = {region for item in program.items for region in item.needs}
     found = set[int]()
     for item in program.items[NUM_BEFORE:]:
         if trains and item.runs_backward:
@@ -453,7 +453,7 @@ def _kept(program: LocalProgram, trains: bool) -> frozenset[int]:
         if item.region >= 0 and item.region in entries:
             storages = {program.values[value].storage for value in (*item.inputs, *item.outputs)}
             found.update(storage for storage in storages if _region_of(program, storage) != item.region)
-    return frozenset(found)
+    return frozenset(s for s in found if _region_of(program, s) not in program.by_itself)
 
 
 def _region_of(program: LocalProgram, storage: int) -> int:

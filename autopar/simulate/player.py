@@ -76,7 +76,8 @@ class Standing(NamedTuple):
     ready: values whose conversion has not ended, with the kind of task; arrived: the same of what its parts hand to
     each other; live: units whose regathered parameters are in place; pinned: regathered slots that something outside
     their unit has asked for; lent: what of these several parts use, with its bytes; root: of parameters of no block,
-    how many gradients are missing, -1 where they are not in place; arriving: (unit, ns, bytes) of packed gathers.
+    how many gradients are missing, -1 where they are not in place; arriving: (unit or `first_read`, ns, bytes) of
+    packed gathers.
     Of gradients, held: stored tensors that have memory for theirs; whole: slots whose gradient waits to be sent;
     home: what is on its way home.
     """
@@ -204,9 +205,15 @@ def finished(engine: Engine, sent: dict[str, int], along: dict[tuple[int, str], 
     )  # fmt: skip
 
 
+def first_read(value: int) -> int:
+    """Where a bucket that is gathered once a step is unpacked, in place of a unit: where this value, the first of it,
+    is first read."""
+    return ~value
+
+
 class Gathered(NamedTuple):
     """The begin of a step: what was played, which values come later, with the kind of task, and what arrives packed, by
-    unit."""
+    the value whose first reader unpacks it."""
 
     done: Played
     ready: list[tuple[int, int, str]]
@@ -256,7 +263,7 @@ class Player:
         self.along: dict[tuple[int, str], Sent] = {}
         self._ready: dict[int, int] = {}  # value -> the task that makes it
         self._live, self._pinned = set[int](), set[int]()
-        self._arriving: dict[int, list[tuple[int, int]]] = defaultdict(list)  # unit -> (task, bytes)
+        self._arriving: dict[int, list[tuple[int, int]]] = defaultdict(list)  # unit or `first_read` -> (task, bytes)
         self._held, self._whole, self._buffered = set[str](), set[int](), set[int]()
         self._travelling: list[tuple[int, Travelling]] = []
         self._transient: set[int] = set()  # slots whose gradient is added to what is at home
@@ -276,7 +283,9 @@ class Player:
             self._convert(bucket, ())
         tasks, length = self.engine.tasks, self.engine.free_ns
         ends = ((value, tasks[task][3], tasks[task][4]) for value, task in self._ready.items())
-        arriving = [(unit, tasks[task][3], size) for unit, found in self._arriving.items() for task, size in found]
+        arriving = [
+            (first_read(place), tasks[task][3], size) for place, found in self._arriving.items() for task, size in found
+        ]  # fmt: skip
         done = finished(self.engine, dict(self.comm_bytes), self.along)
         return Gathered(done, [end for end in ends if end[1] > length], arriving)
 
@@ -300,14 +309,14 @@ class Player:
         left, visits = set(direction.regions), self.orders.visits
         later = {unit for units in direction.entered.values() for unit in units}
         for step in direction.steps:
-            region = step.item.region
             for unit in direction.entered.get(step.number, ()):
                 later.discard(unit)
                 before = visits[max(0, visits.index(unit) - 1) : visits.index(unit)]
                 self._enter(unit, [unit for unit in before if unit in later])
-            if region in left and step.item.needs_saved:
-                left.discard(region)
-                self._recompute(region)
+            for region in step.item.needs:
+                if region in left:
+                    left.discard(region)
+                    self._recompute(region)
             self._run_backward(step)
 
     # Items ----------------------------------------
@@ -316,6 +325,9 @@ class Player:
         """Runs an item forward; returns its last task."""
         ready = self._ready
         self._fetch(item)
+        if self._arriving:
+            for value in item.inputs:
+                self._unpack(first_read(value))
         after = [ready[value] for value in item.inputs if value in ready]
         if item.forward:
             handled = [self._compute(item.name, kind, item.forward_ns, after)] if item.forward_ns else after
@@ -427,7 +439,7 @@ class Player:
         self._unpack(unit)
 
     def _unpack(self, unit: int) -> None:
-        """Waits for a unit's parameters; then the buffers that they came in are given back."""
+        """Waits for a unit's parameters, or a bucket's first; then the buffers that they came in are given back."""
         for task, num_bytes in self._arriving.pop(unit, ()):
             self.engine.release(self.engine.later(task, self.engine.last), num_bytes, "gathered", Moment.START)
 
@@ -452,7 +464,8 @@ class Player:
             self._ready[slot.value] = last
             if slot.gather_bytes:
                 self.engine.allocate(self.engine.last, slot.gather_bytes, "gathered", Moment.SEND)
-                self._arriving[self._unit_of(slot)].append((last, slot.gather_bytes))
+                place = self._unit_of(slot) if slot.storage.regather else first_read(slots[0].value)
+                self._arriving[place].append((last, slot.gather_bytes))
 
     def _fetch(self, item: Item) -> None:
         """A regathered parameter of another unit is gathered for the item, and stays until its gradient is done."""

@@ -9,7 +9,7 @@ free conversions share their base's.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -45,6 +45,7 @@ from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Placement, Shape, evenly, format_placement, local_shape
 from autopar.ir.plan import NodePlan, Plan, StagePlan, Storage
+from autopar.ir.recompute import PieceStep, pieces_needed
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import answered_values, leaving_values
 from autopar.ops.communication import inner_communication
@@ -52,14 +53,14 @@ from autopar.ops.inner import Inner
 from autopar.ops.saved import Extra
 from autopar.ops.table import operator
 from autopar.ops.workspace import Sizes
-from autopar.runtime.packing import LONE_BYTES
+from autopar.runtime.packing import LONE_BYTES, pack_gathers
 from autopar.simulate.facts import (
+    Again,
     Call,
     Copies,
     GraphFacts,
     LocalShapes,
     NodeFacts,
-    call_of,
     keeps_gradient,
     number_calls,
     tensors_on_the_way,
@@ -142,6 +143,7 @@ class Item:
     number_bytes: int = 0  # of plain numbers that are saved, which stay even where all else is computed again
     unit: int = 0
     region: int = -1  # what the backward pass runs again together, −1 for nothing
+    needs: tuple[int, ...] = ()  # the regions that run again before its backward pass, in their order
     runs_backward: bool = False
     split: Split | None = None  # where the schedule asks for it, of operators
 
@@ -218,6 +220,7 @@ class LocalProgram:
     led: frozenset[int] = frozenset()  # items of the first part: a gradient that leads back comes from them
     own: frozenset[int] = frozenset()  # items of the second part: another gradient does
     own_in_order: tuple[int, ...] = ()  # the same
+    by_itself: frozenset[int] = frozenset()  # regions of operators: what others save of them is made again, too
     end: int = 0  # one past the last item that is no other part's
     begins: bool = True  # no part is before it
     is_all: bool = True  # there is no other part
@@ -353,7 +356,7 @@ class Lowering:
         self.known: dict[tuple[str, Placement], int] = {}
         self.placements: dict[str, Placement] = {}
         self.units: dict[str, int] = {}
-        self.recomputed = frozenset(plan.recompute)
+        self.again = Again(graph, plan.recompute, facts.blocks)
         self.places: dict[str, int] = {}
         self.leading_back = tensors_on_the_way(graph) if may_split else frozenset()
         self.trains = plan.mode == "train" and (
@@ -523,8 +526,8 @@ class Lowering:
         forward, backward = (self._transmissions(steps, sizes, direction, elsewhere) for direction in (0, 1))
         shares = is_free and not forward
         number = len(program.items)
-        if self.recomputed and tensor not in self.facts.constants:
-            self._note_call(number, self._reading_scope(tensor, target))
+        if self.again and tensor not in self.facts.constants:
+            self._note_call(number, self.again.of_conversion(tensor, steps, self._reading_scope(tensor, target)))
         local = self.shapes.local(tensor, target)
         storage = program.values[source].storage if shares else self._memory(local[1], number)
         value = self._value(tensor, target, local, storage, number)
@@ -575,7 +578,7 @@ class Lowering:
         if not is_constant:
             self._keep_constants(node)
         if node.op != IDENTITY and not is_constant:
-            self._note_call(number, node.scope)
+            self._note_call(number, self.again.of_node(node))
         maker = -1 if is_constant else number
         outputs = [
             self._result(name, placement, maker, inputs[0] if facts.is_view else -1)
@@ -773,7 +776,7 @@ class Lowering:
 
     def _unit(self, name: str) -> int:
         """The block around a module or parameter, numbered in order of appearance; the program itself is 0."""
-        path = self.facts.block_of(name, self.recomputed)
+        path = self.facts.block_of(name, self.again.modules)
         if path not in self.units:
             self.units[path] = len(self.units)
             self.program.units.append(path)
@@ -788,10 +791,10 @@ class Lowering:
 
     # Recomputation ----------------------------------------
 
-    def _note_call(self, number: int, scope: Scope) -> None:
-        """Notes where an item stands, as far as recomputation asks for it."""
-        if self.recomputed and self.trains:
-            self.calls.append((number, call_of(scope, self.recomputed)))
+    def _note_call(self, number: int, call: Call | None) -> None:
+        """Notes where an item runs again, as far as recomputation asks for it."""
+        if self.again and self.trains:
+            self.calls.append((number, call))
 
     def _reading_scope(self, tensor: str, target: Placement) -> Scope:
         """The innermost module call that holds all readers of a conversion, which is where the emitter writes it."""
@@ -803,13 +806,25 @@ class Lowering:
         return common_scope(list(readers))
 
     def _mark_regions(self) -> None:
-        """Numbers the calls that run again: those in which something is saved."""
-        items = self.program.items
-        regions = number_calls(call for _, call in self.calls)
-        found = [(number, region) for (number, _), region in zip(self.calls, regions, strict=True) if region >= 0]
-        again = {region for number, region in found if items[number].needs_saved}
-        for number, region in found:
-            items[number].region = region if region in again else -1
+        """Numbers the calls that run again: those of which the backward pass needs something."""
+        if not self.calls:
+            return
+        items, by_itself = self.program.items, set[int]()
+        for (number, call), region in zip(self.calls, number_calls(call for _, call in self.calls), strict=True):
+            items[number].region = region
+            by_itself.update([region] if isinstance(call, str) else ())
+        needed = pieces_needed([self._piece_step(number, by_itself) for number in range(len(items))])
+        again = {region for regions in needed for region in regions}
+        for item, regions in zip(items, needed, strict=True):
+            item.region, item.needs = item.region if item.region in again else -1, regions
+        self.program.by_itself = frozenset(by_itself & again)
+
+    def _piece_step(self, number: int, by_itself: Collection[int]) -> PieceStep:
+        program, item = self.program, self.program.items[number]
+        reads = [program.values[value].storage for value in item.inputs]
+        makes = [program.values[value].storage for value in item.outputs]
+        own = [storage for storage in makes if program.memory[storage].owner == number]
+        return PieceStep(item.region, item.region in by_itself, reads, own, item.saved, item.needs_saved)
 
     # What stays ----------------------------------------
 
@@ -861,6 +876,12 @@ class Lowering:
         return local_shape(self.graph.tensors[tensor].shape, placement, evenly(self.plan.axes))
 
     # Buckets ----------------------------------------
+
+    def first_gathers_of(self, program: LocalProgram) -> list[Bucket]:
+        """The buckets that slots are gathered in when the step begins, which come in the order of their first use."""
+        self.program, slots = program, program.slots
+        moved = (n for n, slot in enumerate(slots) if slot.steps)
+        return [*map(self._bucket, pack_gathers(moved, lambda n: slots[n].steps, lambda n: slots[n].used_bytes))]
 
     def gathers_of(self, program: LocalProgram) -> list[Bucket]:
         """The buckets that a program's slots are gathered in."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from autopar.ir.graph import Graph, Node, map_references
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Redistribute, StagePlan
+from autopar.ir.recompute import operator_call
 from autopar.ir.redistribution import Step
 from autopar.simulate.facts import GraphFacts, tensors_on_the_way
 
@@ -158,10 +159,11 @@ def _form(
 
 
 def _coded(node: Node, codes: Mapping[str, Any], prefix: str, recomputed: frozenset[str]) -> Any:
-    """The node by places, and of each module around it, whether that is computed again."""
-    scope = tuple((_inside(path, prefix), kind, path in recomputed) for path, kind in node.scope.path)
+    """The node by places, and of it, and each module around it, whether that is computed again."""
+    scope: Any = tuple((_inside(path, prefix), kind, path in recomputed) for path, kind in node.scope.path)
     args = map_references(node.args, codes.__getitem__)
     kwargs = tuple((key, map_references(value, codes.__getitem__)) for key, value in node.kwargs)
+    scope = (scope, operator_call(node) in recomputed) if recomputed else scope
     return node.op, args, kwargs, tuple(codes.get(name or "") for name in node.outputs), scope
 
 

@@ -25,6 +25,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import Placement, evenly
 from autopar.ir.plan import Plan, Redistribute, StagePlan
+from autopar.ir.recompute import modules_again
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.stages import stage_graph
@@ -79,7 +80,7 @@ def _moved(graph: Graph, plan: StagePlan, rank: int = 0) -> Counter[str]:
     once, folded = computed_once(graph, plan), folded_tensors(graph)
     reached = reached_tensors(graph) if plan.mode == "train" else set()
     flat = cache(partial(flatten, graph, plan, graph.answered))
-    recomputation = Recomputation(graph, flat, plan.recompute, reached)
+    recomputation = Recomputation(graph, plan, flat, reached)
     regathering = Regathering(graph, plan, flat, reached, recomputation)
     counted = _counting_path(graph, plan)
     for redistribute in plan.redistributes:
@@ -98,7 +99,7 @@ def _inside(graph: Graph, plan: StagePlan, rank: int = 0) -> Counter[str]:
     counts: Counter[str] = Counter()
     known, place, folded = homes(plan), coordinates_of(plan, rank), folded_tensors(graph)
     reached = reached_tensors(graph) if plan.mode == "train" else set()
-    recomputation = Recomputation(graph, partial(flatten, graph, plan), plan.recompute, reached)
+    recomputation = Recomputation(graph, plan, partial(flatten, graph, plan), reached)
     for node in graph.nodes:
         if is_idle(known.get(node.name), place) or not folded.isdisjoint(node.results):
             continue
@@ -211,7 +212,7 @@ def _is_counted_early(graph: Graph, loss: Node, plan: StagePlan) -> bool:
     """Whether the targets follow from inputs and constants outside of blocks, where the loss lies, too."""
     if len(loss.operands) > 2:  # weights of classes
         return False
-    blocks, needed = block_paths(graph, plan.recompute), [loss.operands[1]]
+    blocks, needed = block_paths(graph, modules_again(plan.recompute)), [loss.operands[1]]
     makers = [loss]
     while needed:
         name = needed.pop()
@@ -280,7 +281,7 @@ class Regathering:
     @cached_property
     def _spans(self) -> dict[str, StatementSpan]:
         """Where the forward of each block runs: the first of its pieces."""
-        blocks, found = block_paths(self.graph, self.plan.recompute), dict[str, StatementSpan]()
+        blocks, found = block_paths(self.graph, modules_again(self.plan.recompute)), dict[str, StatementSpan]()
         for position, statement in enumerate(self._flat().statements):
             for path in {path for path, _ in statement.scope.path} & blocks:
                 start, end = found.get(path, (position, position))

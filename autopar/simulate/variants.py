@@ -38,7 +38,7 @@ from autopar.simulate.parts import (
     kept_after,
     ways_of,
 )
-from autopar.simulate.player import BEGUN, Meet, Pass, Played, Player, finished
+from autopar.simulate.player import BEGUN, Meet, Pass, Played, Player, finished, first_read
 from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, OtherLane, PriceTable, StoredPrice, Transmission
 from autopar.simulate.segments import Differences, Key, Numbers, Segment, known_segments
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways
@@ -52,7 +52,8 @@ SentValues = Mapping[tuple[str, Placement], bool]
 
 class FirstGathers(NamedTuple):
     """What begins the step: parameters that are gathered once. ready: by part, of slots' values, when they are there;
-    arriving: by part, of its units, when what is packed is there, and its bytes."""
+    arriving: by part, of slots' values that are the first of their bucket, when what is packed is there, and its
+    bytes."""
 
     ready: Mapping[int, Mapping[int, tuple[int, str]]]
     arriving: Mapping[int, Mapping[int, list[tuple[int, int]]]]
@@ -410,17 +411,19 @@ class Variants:
             number: {parts[number].program.slots[n].value: end for n, end in ends.items()}
             for number, ends in known.ready.items()
         }  # fmt: skip
-        return known._replace(ready=ready)
+        arriving = {
+            number: {first_read(parts[number].program.slots[n].value): ends for n, ends in found.items()}
+            for number, found in known.arriving.items()
+        }  # fmt: skip
+        return known._replace(ready=ready, arriving=arriving)
 
     def _first_form(self, part: Part) -> int:
         """One number for parts of which equal slots are gathered when the step begins."""
         if part.first_form < 0:
-            slots, last = part.program.slots, part.orders.last
+            slots = part.program.slots
             form = tuple([
-                (
-                    n, one.steps, one.sizes, one.stored_bytes, one.used_bytes, one.gather_bytes, one.is_alias,
-                    one.reduces_each, one.unit, one.unit in last,
-                ) for n, one in [(n, slots[n]) for n in part.first]
+                (n, one.steps, one.sizes, one.stored_bytes, one.used_bytes, one.gather_bytes, one.is_alias)
+                for n, one in [(n, slots[n]) for n in part.first]
             ])  # fmt: skip
             part.first_form = self._numbers.of(form)
         return part.first_form
@@ -428,18 +431,14 @@ class Variants:
     def _played_gathers(self, parts: Sequence[Part], carried: Carried, meet: Meet | None) -> FirstGathers:
         """Slots are meant by number."""
         places, program = list[tuple[int, int]](), LocalProgram()
-        units: dict[tuple[int, int], int] = {(0, 0): 0}
         is_plain = self.profile.runtime is None  # then what sends nothing is there at once
         for number, part in enumerate(parts):
             for n in part.first_sent if is_plain else part.first:
                 slot = part.program.slots[n]
-                unit = (number, slot.unit) if slot.unit else (0, 0)
                 places.append((number, n))
-                program.slots.append(slot.at(len(places) - 1, units.setdefault(unit, len(units)), f"{number}:{n}"))
-        program.gathers = self.lowering.gathers_of(program)
-        home = {unit: where for where, unit in units.items()}
-        inside = {n for (number, local), n in units.items() if local in parts[number].orders.last}
-        begun = Player(program, self.profile, Orders(last=dict.fromkeys(inside, -1))).gather(carried, meet)
+                program.slots.append(slot.at(len(places) - 1, 0, f"{number}:{n}"))
+        program.gathers = self.lowering.first_gathers_of(program)
+        begun = Player(program, self.profile, Orders()).gather(carried, meet)
         quiet = sum(part.first_bytes - part.first_sent_bytes for part in parts) if is_plain else 0
         if quiet:
             begun.done.allocations.append((0, quiet, "gathered", Moment.SEND))
@@ -448,9 +447,9 @@ class Variants:
             number, own = places[value]
             ready[number][own] = end, cause
         arriving: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
-        for at, end, size in begun.arriving:
-            number, local = home[at]
-            arriving[number][local].append((end, size))
+        for value, end, size in begun.arriving:
+            number, own = places[value]
+            arriving[number][own].append((end, size))
         return FirstGathers(ready, arriving, begun.done)
 
     def optimizer(self, plan: StagePlan) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from autopar.staging import cut, node_times_ns
 from autopar.template import template_constraints, template_recompute
 from autopar.trace import Blocks
 from autopar.tunables import CORE_STEPS, KIND_S, MOST_LAYERS, PEAK_SLACK
-from autopar.zero import KINDS, pinned_modules, recomputable
+from autopar.zero import pinned_modules, recomputable
 
 
 class Layered:
@@ -186,7 +186,7 @@ class Layered:
         if pinned is not None:
             return {"pinned": pinned}
         found = {}
-        for name in KINDS:
+        for name in ("none", "block", "full"):
             try:
                 found[name] = template_recompute(self.graph, self.paths, name)
             except PlanError:

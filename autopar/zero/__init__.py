@@ -2,6 +2,7 @@
 
 from autopar.zero.recomputation import (
     KINDS,
+    KINDS_TEXT,
     Groups,
     Modules,
     Recomputable,
@@ -14,6 +15,7 @@ from autopar.zero.storage import storage_options
 
 __all__ = [
     "KINDS",
+    "KINDS_TEXT",
     "Groups",
     "Modules",
     "Recomputable",

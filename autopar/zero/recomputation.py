@@ -1,6 +1,7 @@
 """Which blocks are computed again in the backward pass, so that a plan meets its memory limit at least cost.
 
-Of each repeated block nothing, the attention ("block"), or everything but what enters it ("full"). A search over all
+Of each repeated block nothing, operators that are cheap for what they free ("selective"), the attention ("block"), or
+everything but what enters it ("full"). A search over all
 blocks' choices is not needed: equal blocks save and cost the same, so what counts is how many of them.
 
     all blocks alike, placements found for that → as few of the first blocks as fit, with these placements → the fastest
@@ -15,23 +16,32 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node, is_inside
 from autopar.ir.plan import Plan
+from autopar.zero.selective import selective
 
-KINDS = ("none", "block", "full")
+KINDS = ("none", "selective", "block", "full")
+KINDS_TEXT = '"none", "selective", "block" or "full"'
 Modules = tuple[str, ...]
+"""What to compute again, as in `Plan.recompute`: modules, and operators by themselves."""
 Groups = tuple[Modules, ...]
-"""The modules to compute again in each block, in the order in which the blocks run."""
+"""What to compute again in each block, in the order in which the blocks run."""
 
 
 @dataclass(frozen=True)
 class Recomputable:
-    """What may be computed again: all of each block, or its attention alone (nothing where there is none)."""
+    """What may be computed again: all of each block, its attention alone, or what is cheap for what it frees (nothing
+    where there is none)."""
 
     full: Groups
     attention: Groups
+    operators: Groups
+
+    def of_kind(self, kind: str) -> Groups:
+        """What a word of `KINDS` says."""
+        return {"none": (), "selective": self.operators, "block": self.attention, "full": self.full}[kind]
 
 
 def recomputable(graph: Graph, block_paths: Sequence[str]) -> Recomputable:
-    """The blocks that run, and the innermost modules that compute attention in them."""
+    """The blocks that run, the innermost modules that compute attention in them, and their cheap operators."""
     paths = set(block_paths)
     inside: dict[str, list[Node]] = {}
     for node in graph.nodes:
@@ -39,7 +49,11 @@ def recomputable(graph: Graph, block_paths: Sequence[str]) -> Recomputable:
             if path in paths:
                 inside.setdefault(path, []).append(node)
     attention = (tuple(dict.fromkeys(_attending_modules(graph, nodes))) for nodes in inside.values())
-    return Recomputable(tuple((path,) for path in inside), tuple(modules for modules in attention if modules))
+    return Recomputable(
+        tuple((path,) for path in inside),
+        tuple(modules for modules in attention if modules),
+        tuple(operators for operators in selective(graph, [*inside]) if operators),
+    )
 
 
 def _attending_modules(graph: Graph, nodes: Sequence[Node]) -> list[str]:
@@ -71,20 +85,21 @@ def pinned_modules(options: Recomputable, constraints: Sequence[Constraint]) -> 
         if len(kinds) > 1:
             found_kinds = ", ".join(sorted(repr(kind) for kind in kinds))
             raise PlanError(f"expected constraints to agree on what is recomputed of {block}, found {found_kinds}")
-        if kinds == {"full"}:
-            found.append((block,))
-        elif kinds == {"block"}:
-            found.append(_attention_of(options, block))
+        found += [_of_block(options, block, kind) for kind in kinds if kind is not None]
     for rule in rules:
         if not any(map(rule.matches, joined(options.full))):
             raise PlanError(f"expected repeated blocks to recompute, found none whose path matches {rule.pattern!r}")
     return joined(found) if rules else None
 
 
-def _attention_of(options: Recomputable, block: str) -> Modules:
-    found = tuple(module for module in joined(options.attention) if f"{module}.".startswith(f"{block}."))
-    if not found:
-        raise PlanError(f'expected attention to recompute in {block}, found none; pin "full" or "none"')
+_CALLED = {"selective": "cheap operators", "block": "attention"}
+
+
+def _of_block(options: Recomputable, block: str, kind: str) -> Modules:
+    groups = options.of_kind(kind)
+    found = tuple(name for name in joined(groups) if f"{name}.".startswith(f"{block}."))
+    if kind != "none" and not found:
+        raise PlanError(f'expected {_CALLED[kind]} to recompute in {block}, found none; pin "full" or "none"')
     return found
 
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.accuracy.pairs        # lists them
 
-Six kinds of plan by `template_plan`, also in microbatches and with recomputation ("full", "block"), two more ("mixed":
-matrices of the MLPs or experts split, everything else data parallel; "spatial": rows of images split) by `parallelize`
-with constraints. Sizes are such that a step of a rank takes some tenths of a second on one thread, and its memory tens
-to hundreds of MB, so that small constant overheads do not decide.
+Six kinds of plan by `template_plan`, also in microbatches and with recomputation ("full", "block", "selective"), two
+more ("mixed": matrices of the MLPs or experts split, everything else data parallel; "spatial": rows of images split) by
+`parallelize` with constraints. Sizes are such that a step of a rank takes some tenths of a second on one thread, and its
+memory tens to hundreds of MB, so that small constant overheads do not decide.
 """
 
 from __future__ import annotations
@@ -129,6 +129,9 @@ TEMPLATES: Mapping[str, Mapping[str, Any]] = {
     "zero3-full": {"dp": 2, "zero": 3, "recompute": "full"},
     "zero3-block-microbatches": {"dp": 2, "zero": 3, "recompute": "block", "microbatches": 2},
     "tp-block": {"tp": 2, "recompute": "block"},
+    "dp-selective": {"dp": 2, "recompute": "selective"},
+    "zero3-selective-microbatches": {"dp": 2, "zero": 3, "recompute": "selective", "microbatches": 2},
+    "sp-selective": {"tp": 2, "sequence_parallel": True, "recompute": "selective"},
     "sp-full": {"tp": 2, "sequence_parallel": True, "recompute": "full"},
 }
 #: parameters that "mixed" splits; the other matrices are used whole, on samples that are split
@@ -181,11 +184,12 @@ def _pairs(model: str, plans: str) -> tuple[Pair, ...]:
 
 PAIRS = (
     *_pairs("gpt-small", "dp zero1 zero2 zero3 tp sp mixed dp-microbatches dp-full zero3-full tp-block"),
+    *_pairs("gpt-small", "zero3-selective-microbatches sp-selective"),
     *_pairs("gpt-wide", "dp zero1 zero3 tp sp zero2-microbatches sp-full"),
     *_pairs("gpt-long", "dp zero3 tp sp tp-microbatches dp-full dp-block"),
-    *_pairs("llama-small", "dp zero1 zero2 zero3 tp sp mixed zero3-microbatches dp-full tp-block"),
+    *_pairs("llama-small", "dp zero1 zero2 zero3 tp sp mixed zero3-microbatches dp-full tp-block dp-selective"),
     *_pairs("llama-wide", "dp zero2 zero3 tp sp dp-block zero3-full"),
-    *_pairs("moe-small", "dp zero1 zero3 tp mixed zero2-microbatches dp-full zero3-block-microbatches"),
+    *_pairs("moe-small", "dp zero1 zero3 tp mixed zero2-microbatches dp-full zero3-block-microbatches dp-selective"),
     *_pairs("moe-wide", "dp zero2 zero3 tp mixed zero3-full"),
     *_pairs("wide_resnet-small", "dp zero1 zero3 tp spatial mixed dp-full"),
     *_pairs("wide_resnet-wide", "dp zero2 zero3 tp zero3-full"),

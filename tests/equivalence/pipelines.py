@@ -104,6 +104,7 @@ PLANS: dict[str, Kind] = {
     "pp_zero3": _template(dp=2, zero=3),
     "pp_recompute": _template(dp=2, recompute="full"),
     "pp_attention_again": _template(recompute="block"),
+    "pp_operators_again": _template(dp=2, recompute="selective"),
     "pp_few": _template(microbatches=1),
     "pp_tied": _template(tied=True),
     "pp_tied_zero3": _template(tied=True, dp=2, zero=3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import replace
 from functools import cache
@@ -13,6 +14,8 @@ import transformers
 from torch import Tensor, nn
 
 import autopar
+from autopar.ir.recompute import operator_call, refusal_again
+from autopar.ir.structure import block_paths
 from autopar.pipeline import template_of_graph
 from autopar.simulate import traffic
 from autopar.trace import trace
@@ -40,7 +43,9 @@ CASES = [
     ("llama", "zero3", "block", 1), ("llama", "zero3_tp", "full", 1), ("moe", "dp", "full", 1),
     ("moe", "tp_sequence", "full", 2), ("moe", "zero3", "block", 2), ("moe", "zero3_tp", "full", 1),
     ("hf_bert", "dp", "block", 2), ("hf_bert", "tp_sequence", "full", 1), ("hf_bert", "zero3", "full", 1),
-    ("hf_bert", "zero3_tp", "block", 2), ("wide_resnet", "zero3", "full", 1),
+    ("hf_bert", "zero3_tp", "block", 2), ("wide_resnet", "zero3", "full", 1), ("gpt", "zero3_tp", "selective", 2),
+    ("llama", "tp_sequence", "selective", 2), ("moe", "zero3", "selective", 1), ("hf_bert", "dp", "selective", 2),
+    ("wide_resnet", "zero3", "selective", 1),
 ]  # fmt: skip
 
 
@@ -54,7 +59,7 @@ def test_recomputed_program_equals_model(model_name: str, choice: str, recompute
     model, batch = zoo.build(model_name)
     choices = {**CHOICES[choice], "recompute": recompute, "microbatches": microbatches}
     program = planned.program(model_name, planned.template(model_name, **choices))
-    assert "rt.recomputed(" in program.source and program.plan.recompute
+    assert ("rt.remade(" if recompute == "selective" else "rt.recomputed(") in program.source and program.plan.recompute
     results = pool(program.plan.mesh.num_devices).run(run_rank, program.source, state_of(model), batch, ("sgd",))
     found = differences(single(model_name), results[0])
     assert not found, "\n".join(found)
@@ -107,6 +112,8 @@ MODELS = {"gpt": dropped_gpt, "bert": dropped_bert}
         ("gpt", {"tp": 2, "sequence_parallel": True, "recompute": "block"}),
         ("bert", {"dp": 2, "zero": 3, "recompute": "full"}),
         ("bert", {"dp": 2, "tp": 2, "zero": 3, "recompute": "block", "microbatches": 2}),
+        ("gpt", {"tp": 2, "sequence_parallel": True, "recompute": "selective", "microbatches": 2}),
+        ("bert", {"dp": 2, "zero": 3, "recompute": "selective", "microbatches": 2}),
     ],
     ids=str,
 )
@@ -114,7 +121,7 @@ def test_exact_mode_draws_what_one_device_draws(name: str, choices: dict[str, An
     """Three steps: recomputation leaves the stream where it found it, or the steps after the first would differ."""
     model, batch = MODELS[name]()
     program = template(model, batch, **choices)
-    assert "dropout" in program.source and "rt.recomputed(" in program.source
+    assert "dropout" in program.source and re.search(r"rt.(recomputed|remade)\(", program.source)
     results = pool(program.plan.mesh.num_devices).run(exact_steps, program.source, state_of(model), batch, 7)
     losses, gradients = eager_steps(model, batch, 7, program.plan.microbatches)
     for found, found_gradients in results:
@@ -122,6 +129,23 @@ def test_exact_mode_draws_what_one_device_draws(name: str, choices: dict[str, An
         for key, expected in gradients.items():
             error = (found_gradients[key] - expected).norm() / expected.norm().clamp(min=1e-4)
             assert error <= 1e-4, f"gradient of {key}: relative difference {error:.2e}"
+
+
+SCHEDULES = [("gpipe", 1, 2), ("1f1b", 2, 4)]
+
+
+@pytest.mark.parametrize(("schedule", "dp", "world"), SCHEDULES)
+@pytest.mark.parametrize("model_name", ["gpt", "llama"])
+def test_stages_compute_operators_again(model_name: str, schedule: str, dp: int, world: int) -> None:
+    """Of some layers alone; the others keep everything."""
+    model, batch = zoo.build(model_name)
+    choices = {"pp": 2, "dp": dp, "zero": 3 if dp > 1 else 0, "microbatches": 2, "schedule": schedule}
+    plan = planned.template(model_name, **choices, recompute="selective")
+    program = planned.program(model_name, replace(plan, recompute=plan.recompute[1:]))
+    assert "rt.remade(" in program.source
+    results = pool(world).run(run_rank, program.source, state_of(model), batch, ("sgd",))
+    found = differences(single(model_name), results[0])
+    assert not found, "\n".join(found)
 
 
 def relative_error(found: Any, expected: Any) -> float:
@@ -143,6 +167,59 @@ def test_recomputation_draws_the_masks_of_the_first_run() -> None:
     assert found == pytest.approx(expected, rel=1e-6)
     assert relative_error(own, gradients) < 1e-5
     assert relative_error(wrong, gradients) > 1e-2
+
+
+# Operators by themselves ----------------------------------------
+
+
+class Chained(nn.Module):
+    """Operators that run again and read others that do, views of these, noise, and a kept one in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        z = torch.nn.functional.dropout(self.up(y).tanh() * torch.cat([y, y], 1).sin(), 0.5, self.training)
+        w = z.view(-1, 4, 4).transpose(1, 2).softmax(-1)
+        return x + self.down(w.reshape(-1, 16).exp() * z)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Chained() for _ in range(2))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("choices", [{"dp": 2}, {"dp": 2, "zero": 3}, {"tp": 2}], ids=["dp", "zero3", "tp"])
+def test_any_operators_run_again(choices: dict[str, Any], seed: int) -> None:
+    """Whichever they are: gradients, and what is sent, are those that were asked for and predicted."""
+    model, batch = Chain(), {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(1))}
+    mesh, graph = autopar.Mesh("cpu", devices_per_node=2), trace(model, batch)
+    blocks, rng = block_paths(graph), random.Random(seed)
+    able = [operator_call(node) for node in graph.nodes if refusal_again(graph, node, blocks) is None]
+    recompute = tuple(name for name in able if rng.random() < 0.6)
+    plan = replace(template_of_graph(graph, mesh, **choices), recompute=recompute)
+    program = autopar.parallelize(model, mesh, batch, plan=plan)
+    assert len(able) > 20 and "rt.remade(" in program.source
+    (loss, gradients, _, sent), _ = pool(2).run(counted_step, program.source, state_of(model), batch)
+    torch.manual_seed(7)
+    expected = model(**batch)
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert relative_error(gradients, {n: p.grad for n, p in model.named_parameters()}) < 1e-4
+    assert sent == traffic(graph, plan)
 
 
 # What a block may be ----------------------------------------

@@ -137,5 +137,5 @@ def test_constraints_that_cannot_be_met_are_refused() -> None:
         searched(None, full, block)
     with pytest.raises(PlanError, match=r"found none whose path matches 'blocks.\*'"):
         searched(None, autopar.Constraint("blocks.*", recompute="full"))
-    with pytest.raises(PlanError, match=r'recompute as "none", "block" or "full", found \'all\''):
+    with pytest.raises(PlanError, match=r'recompute as "none", "selective", "block" or "full", found \'all\''):
         autopar.Constraint(recompute="all")  # type: ignore[arg-type] # on purpose

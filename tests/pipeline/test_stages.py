@@ -123,7 +123,7 @@ def test_stages_of_other_numbers_of_blocks_are_refused(case: str) -> None:
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "schedule": ({"pp": 4, "schedule": "2f2b"}, PlanError, r"schedule as one of gpipe, 1f1b, interleaved, z.*'2f2b'"),
-    "recompute": ({"dp": 4, "recompute": "all"}, PlanError, r'"none", "block" or "full", found \'all\''),
+    "recompute": ({"dp": 4, "recompute": "all"}, PlanError, r'"none", "selective", "block" or "full", found \'all\''),
     "devices": ({"pp": 3}, MeshError, r"dp × tp × pp = 4 devices"),
     "nothing to interleave": ({"dp": 4, "schedule": "interleaved"}, PlanError, r"at least 2 chunks a rank and pp > 1"),
 }  # fmt: skip
