@@ -4,8 +4,8 @@
 
 Six kinds of plan by `template_plan`, also in microbatches and with recomputation ("full", "block", "selective"), two
 more ("mixed": matrices of the MLPs or experts split, everything else data parallel; "spatial": rows of images split) by
-`parallelize` with constraints. Sizes are such that a step of a rank takes some tenths of a second on one thread, and its
-memory tens to hundreds of MB, so that small constant overheads do not decide.
+`parallelize` with constraints. Sizes are such that a step of a rank takes some tenths of a second on one thread, and
+its memory tens to hundreds of MB, so that small constant overheads do not decide.
 """
 
 from __future__ import annotations

@@ -124,6 +124,7 @@ LARGE_PLANS: dict[str, Kind] = {
     "pp4_tp2": _template(pp=4, tp=2, long=8),
     "pp2_tp2_dp2": _template(tp=2, dp=2),
     "pp2_tp2_zero3": _template(tp=2, dp=2, zero=3),
+    "pp2_hsdp": _template(dp=4, hsdp=2, zero=2, microbatches=2),
     "pp8": _template(pp=8, microbatches=8),
     "submeshes_1_3_4": Kind(
         shapes=({}, {"dp": 3}, {"dp": 2, "tp": 2}), blocks=(1, 1, 2), interleaved=(1, 1, 2, 1, 1, 2), batch=10
