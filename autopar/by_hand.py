@@ -39,7 +39,7 @@ def template_of_graph(
     by_speed = split != "equal" or not mesh.is_homogeneous
     sizes = None if layers is None else checked_sizes(graph, paths, layers, len(first_ranks))
     if pp > 1 and not by_speed:
-        sizes = sizes or even_sizes(graph, paths, pp, len(first_ranks) // pp, load_profile(mesh.profile))
+        sizes = sizes or even_sizes(graph, paths, pp, len(first_ranks) // pp, load_profile(mesh.profile), schedule)
         members = stages_of_sizes(graph, paths, sizes)
         part = replace(part, cut=lambda plan: cut(part.graph, plan, members, first_ranks, schedule), num_submeshes=pp)
     batch = {n: t for n, t in batch_types(part.graph).items() if part.blocks.representative_tensor(n) == n}

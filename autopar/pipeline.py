@@ -158,9 +158,10 @@ def template_plan(
     blocks, in the order in which they run; none in the first or the last has the embedding, or the head, by itself.
     Of pp=1 on devices of several kinds, split says in the same way how many rows of a batch each rank of dp gets.
     schedule: "gpipe" (all forward, then all backward), "1f1b" (as few microbatches in flight as
-    keep the stages busy), "interleaved" (1f1b with `chunks` stages a submesh, in turn) or "zero_bubble" (1f1b whose
-    gradients of parameters are made later than those that earlier stages wait for). microbatches: the global batch is
-    cut into so many, each split over dp.
+    keep the stages busy), "interleaved" (1f1b with `chunks` stages a submesh, in turn), "zero_bubble" (1f1b whose
+    gradients of parameters are made later than those that earlier stages wait for), "interleaved_zero_bubble" (both) or
+    "zero_bubble_v" (two stages a submesh, the second ones from the last submesh to the first). microbatches: the global
+    batch is cut into so many, each split over dp.
     zero: what data-parallel ranks hold in shards (ZeRO 0 to 3); hsdp: among how many neighbours of them, which divides
     dp, with a copy for each such group: gradients are reduce-scattered inside and all-reduced across. 1: among all.
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again

@@ -39,14 +39,14 @@ def template_ranks(mesh: Mesh, pp: int, chunks: int, schedule: str) -> tuple[int
     """
     if schedule not in SCHEDULES:
         raise PlanError(f"expected schedule as one of {', '.join(SCHEDULES)}, found {schedule!r}")
-    has_chunks = SCHEDULES[schedule].has_chunks
-    if has_chunks and (chunks < 2 or pp < 2):
+    row = SCHEDULES[schedule]
+    if row.has_chunks and (not row.allows(chunks) or chunks < 2 or pp < 2):
+        some = f"{row.num_chunks} chunks" if row.num_chunks else "at least 2 chunks"
         raise PlanError(
-            f"expected at least 2 chunks a rank and pp > 1 to interleave, found chunks={chunks}, pp={pp}; "
-            f'use schedule="{PLAIN}"'
+            f'expected {some} a rank and pp > 1 to interleave, found chunks={chunks}, pp={pp}; use schedule="{PLAIN}"'
         )
     firsts = range(0, mesh.num_devices, mesh.num_devices // pp)
-    return tuple(firsts) * (chunks if has_chunks else 1)
+    return tuple(row.in_turn(firsts, chunks if row.has_chunks else 1))
 
 
 def check_hsdp(mesh: Mesh, pp: int, hsdp: int, zero: int) -> None:

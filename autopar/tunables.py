@@ -4,6 +4,8 @@ None of them decides whether a plan is right or fits: only how long is looked, a
 the budget are of counted work (`autopar.clock`), and bind on large models alone; most searches end before.
 """
 
+from fractions import Fraction
+
 # work: what searches do is counted, in seconds that it takes on an idle core ----------------------------------------
 
 GUARD = 60.0
@@ -34,8 +36,9 @@ RANGES_S = 1e-6
 """A kind of stage, for two borders between layers and a bottleneck, in a dynamic programme."""
 TRY_S = 1e-3
 """A substitution is tried."""
-REMOVE_S, SWEEP_S = 5e-5, 1e-8
-"""A variable is eliminated, beside the sums of its tables; an entry of what that leaves is swept over."""
+REMOVE_S, SWEEP_S, MESSAGE_S = 5e-5, 1e-8, 1e-7
+"""A variable is eliminated, beside the sums of its tables; an entry of what that leaves is swept over, or sent messages
+through, there and back."""
 PART_S = 3e-4
 """A part of a problem is cut out, to be solved again."""
 
@@ -230,3 +233,8 @@ CHEAP_MOVES, CHEAP_FLOPS = 8, 32
 then, and computes at most so much for each element that it makes. Moves halved, rotated positions and chains of
 products stay; doubled, more of such chains is made again, for less memory each. FLOPs halved or doubled change nothing:
 norms and activations are far below, matrix products and attention far above but in the smallest of models."""
+LEVEL_PRICES = {"selective": Fraction(1, 4), "extensive": Fraction(2)}
+"""What the search computes again of layers, between nothing and all: operators that cost at most so many times what a
+byte does on average where all of a block is computed again. Between them layers are mixed, so that two are enough: of
+transformers, norms and activations cost a tenth of the average and less, products about as much as it, attention of
+long sequences a few times as much. Halved, products are kept but in the extensive one; doubled, attention is not."""
