@@ -60,6 +60,15 @@ class Layered:
         self.short_place, self.kind = cache(self._short_place), cache(self._kind)
         self._layer_simulator = cache(self._new_layer_simulator)
 
+    @cached_property
+    def least_ns(self) -> float:
+        """What a step computes at least, shared out evenly over all devices. Nothing where ranks leave each other
+        cores, or only go forward."""
+        if self.shares_cores or self.request.mode != "train":
+            return 0.0
+        copies, times = self.folded.copies, node_times_ns(self.folded.graph, self.shared)
+        return sum(time * copies.get(name, 1) for name, time in times.items()) / self.request.mesh.num_devices
+
     def _short_part(self, microbatches: int) -> DividedGraph:
         return replace(divided(self.folded.graph, self.blocks, microbatches), copies=self.folded.copies)
 
