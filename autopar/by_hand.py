@@ -18,7 +18,7 @@ from autopar.request import BUDGETS, Request, memory_limit_of
 from autopar.shares import SharedBatch
 from autopar.staging import checked_sizes, cut, even_sizes, stages_of_sizes
 from autopar.step import with_simulator
-from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
+from autopar.template import check_hsdp, template_axes, template_constraints, template_ranks, template_recompute
 from autopar.trace import find_blocks
 from autopar.unequal import UnequalStages
 
@@ -26,18 +26,20 @@ from autopar.unequal import UnequalStages
 def template_of_graph(
     graph: Graph, mesh: Mesh, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1, schedule: str = "1f1b",
     chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False, zero: int = 0,
-    recompute: str = "none", split: str = "equal", mode: str = "train", optimizer: str | None = "adamw",
-    precision: str | None = None, memory_limit: int | None = None, constraints: Sequence[Constraint] = (),
+    hsdp: int = 1, recompute: str = "none", split: str = "equal", mode: str = "train",
+    optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
+    constraints: Sequence[Constraint] = (),
 ) -> Plan:  # fmt: skip
     """`template_plan` of a traced model, under further constraints."""
-    axes = template_axes(mesh, dp, tp, pp)
+    axes = template_axes(mesh, dp, tp, pp, hsdp)
+    check_hsdp(mesh, pp, hsdp, zero)
     first_ranks = template_ranks(mesh, pp, chunks, schedule)
     part = divided(graph, find_blocks(graph), microbatches)
     paths = tuple(path for group in part.blocks.paths for path in group)
     by_speed = split != "equal" or not mesh.is_homogeneous
     sizes = None if layers is None else checked_sizes(graph, paths, layers, len(first_ranks))
     if pp > 1 and not by_speed:
-        sizes = sizes or even_sizes(graph, paths, pp, len(first_ranks) // pp, load_profile(mesh.profile))
+        sizes = sizes or even_sizes(graph, paths, pp, len(first_ranks) // pp, load_profile(mesh.profile), schedule)
         members = stages_of_sizes(graph, paths, sizes)
         part = replace(part, cut=lambda plan: cut(part.graph, plan, members, first_ranks, schedule), num_submeshes=pp)
     batch = {n: t for n, t in batch_types(part.graph).items() if part.blocks.representative_tensor(n) == n}

@@ -42,7 +42,7 @@ from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
 from autopar.rewrites import graph_of
 from autopar.simulate import Timeline
 from autopar.step import simulated_step, with_simulator
-from autopar.template import template_axes, template_ranks
+from autopar.template import check_hsdp, template_axes, template_ranks
 from autopar.trace import held_against_eager, trace, with_loss
 
 PASSES = (
@@ -145,9 +145,9 @@ def placed(graph: Graph, request: Request, progress: Report | None = None) -> Pl
 def template_plan(
     model: nn.Module, mesh: Mesh, example_inputs: Any, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
     schedule: str = "1f1b", chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False,
-    zero: int = 0, recompute: str = "none", split: str = "equal", loss_fn: Callable[..., Any] | None = None,
-    mode: str = "train", optimizer: str | None = "adamw", precision: str | None = None,
-    memory_limit: int | None = None, check: bool = True,
+    zero: int = 0, hsdp: int = 1, recompute: str = "none", split: str = "equal",
+    loss_fn: Callable[..., Any] | None = None, mode: str = "train", optimizer: str | None = "adamw",
+    precision: str | None = None, memory_limit: int | None = None, check: bool = True,
 ) -> Plan:  # fmt: skip
     """The plan that people write by hand for dp × tp × pp devices, as constraints around which the rest is solved.
 
@@ -157,9 +157,12 @@ def template_plan(
     blocks, in the order in which they run; none in the first or the last has the embedding, or the head, by itself.
     Of pp=1 on devices of several kinds, split says in the same way how many rows of a batch each rank of dp gets.
     schedule: "gpipe" (all forward, then all backward), "1f1b" (as few microbatches in flight as
-    keep the stages busy), "interleaved" (1f1b with `chunks` stages a submesh, in turn) or "zero_bubble" (1f1b whose
-    gradients of parameters are made later than those that earlier stages wait for). microbatches: the global batch is
-    cut into so many, each split over dp.
+    keep the stages busy), "interleaved" (1f1b with `chunks` stages a submesh, in turn), "zero_bubble" (1f1b whose
+    gradients of parameters are made later than those that earlier stages wait for), "interleaved_zero_bubble" (both) or
+    "zero_bubble_v" (two stages a submesh, the second ones from the last submesh to the first). microbatches: the global
+    batch is cut into so many, each split over dp.
+    zero: what data-parallel ranks hold in shards (ZeRO 0 to 3); hsdp: among how many neighbours of them, which divides
+    dp, with a copy for each such group: gradients are reduce-scattered inside and all-reduced across. 1: among all.
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
     modules around each block's attention operator alone; "selective" for operators that are cheap for the memory that
@@ -167,9 +170,10 @@ def template_plan(
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, dp=dp, tp=tp, pp=pp, zero=zero,
-        microbatches=microbatches, chunks=chunks, layers=layers,
+        hsdp=hsdp, microbatches=microbatches, chunks=chunks, layers=layers,
     )  # fmt: skip
-    template_axes(checked(mesh), dp, tp, pp)  # refused before the model is traced
+    template_axes(checked(mesh), dp, tp, pp, hsdp)  # refused before the model is traced
+    check_hsdp(mesh, pp, hsdp, zero)
     template_ranks(mesh, pp, chunks, schedule)
     given = model, example_inputs, loss_fn, mode, _precision(precision)
     graph = _trace(*given)
@@ -177,7 +181,7 @@ def template_plan(
     plan = template_of_graph(
         graph, mesh, dp=dp, tp=tp, pp=pp,
         microbatches=microbatches, schedule=schedule, chunks=chunks, layers=layers, sequence_parallel=sequence_parallel,
-        zero=zero, recompute=recompute, split=split, mode=mode, optimizer=optimizer, precision=precision,
+        zero=zero, hsdp=hsdp, recompute=recompute, split=split, mode=mode, optimizer=optimizer, precision=precision,
         memory_limit=memory_limit,
     )  # fmt: skip
     return replace(plan, checked_against_eager=against_eager)

@@ -18,12 +18,13 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import P, Placement
 from autopar.ir.plan import Plan, Redistribute, Stage
+from autopar.ir.schedule import PLAIN, SCHEDULES
 from autopar.ir.stages import leaving_values
 from autopar.ir.verifier import output_placement, update_placement
 
 
 def even_sizes(
-    graph: Graph, block_paths: Sequence[str], submeshes: int, chunks: int, profile: Profile
+    graph: Graph, block_paths: Sequence[str], submeshes: int, chunks: int, profile: Profile, schedule: str = PLAIN
 ) -> tuple[int, ...]:  # fmt: skip
     """How many of the repeated blocks each stage has: as many as the others, or else so that the busiest submesh is as
     little busy as can be, what runs before and after the blocks counted.
@@ -41,7 +42,7 @@ def even_sizes(
             f"expected at least {stages} repeated blocks (numbered modules that run something) for {stages} stages, or "
             f"one less for each end of the model that runs something, found {layers.count}; choose fewer stages"
         )
-    return chunk_sizes(times, (before, after), submeshes, chunks)
+    return chunk_sizes(times, (before, after), submeshes, chunks, SCHEDULES[schedule].turns_back)
 
 
 def _block_times_ns(graph: Graph, layers: Layers, profile: Profile) -> tuple[int, list[int], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from autopar.errors import MeshError, PlanError
@@ -13,14 +14,21 @@ from autopar.ir.schedule import PLAIN, SCHEDULES
 from autopar.ir.structure import batch_inputs
 from autopar.zero import KINDS, KINDS_TEXT, joined, recomputable
 
+DATA = ("dp", "hsdp")
+"""The axes that samples are split on: of hierarchical data parallelism, copies of parameters and shards of them."""
 
-def template_axes(mesh: Mesh, dp: int, tp: int, pp: int) -> LogicalMesh:
-    """The axes dp (outer) and tp (inner) of a stage. Raises MeshError unless dp × tp × pp is the number of devices."""
+
+def template_axes(mesh: Mesh, dp: int, tp: int, pp: int, hsdp: int = 1) -> LogicalMesh:
+    """The axes dp (outer) and tp (inner) of a stage. hsdp: of the ranks of dp, neighbours that are an axis of their
+    own. Raises MeshError unless dp × tp × pp is the number of devices, and hsdp divides dp."""
     if dp * tp * pp != mesh.num_devices or min(dp, tp, pp) < 1:
         raise MeshError(
             f"expected dp × tp × pp = {mesh.num_devices} devices of {mesh}, found {dp} × {tp} × {pp} = {dp * tp * pp}"
         )
-    sizes = {name: size for name, size in (("dp", dp), ("tp", tp)) if size > 1}
+    if hsdp < 1 or dp % hsdp:
+        raise MeshError(f"expected hsdp as a number of ranks that divides dp={dp}, found {hsdp}")
+    inner = hsdp if hsdp < dp else 1  # of all ranks, it is dp itself
+    sizes = {name: size for name, size in (("dp", dp // inner), ("hsdp", inner), ("tp", tp)) if size > 1}
     return make_axes(tuple(sizes), tuple(sizes.values()))
 
 
@@ -31,14 +39,22 @@ def template_ranks(mesh: Mesh, pp: int, chunks: int, schedule: str) -> tuple[int
     """
     if schedule not in SCHEDULES:
         raise PlanError(f"expected schedule as one of {', '.join(SCHEDULES)}, found {schedule!r}")
-    has_chunks = SCHEDULES[schedule].has_chunks
-    if has_chunks and (chunks < 2 or pp < 2):
+    row = SCHEDULES[schedule]
+    if row.has_chunks and (not row.allows(chunks) or chunks < 2 or pp < 2):
+        some = f"{row.num_chunks} chunks" if row.num_chunks else "at least 2 chunks"
         raise PlanError(
-            f"expected at least 2 chunks a rank and pp > 1 to interleave, found chunks={chunks}, pp={pp}; "
-            f'use schedule="{PLAIN}"'
+            f'expected {some} a rank and pp > 1 to interleave, found chunks={chunks}, pp={pp}; use schedule="{PLAIN}"'
         )
     firsts = range(0, mesh.num_devices, mesh.num_devices // pp)
-    return tuple(firsts) * (chunks if has_chunks else 1)
+    return tuple(row.in_turn(firsts, chunks if row.has_chunks else 1))
+
+
+def check_hsdp(mesh: Mesh, pp: int, hsdp: int, zero: int) -> None:
+    """That there is something to shard among so many ranks, whose batches are equal. Raises PlanError."""
+    if hsdp > 1 and pp == 1 and not mesh.is_homogeneous:
+        raise PlanError(f"expected devices of one kind, or stages, with hsdp={hsdp}, found {mesh}")
+    if hsdp > 1 and zero == 0:
+        raise PlanError(f"expected zero as 1, 2 or 3 with hsdp={hsdp}, which says among how many ranks, found 0")
 
 
 def check_split(split: str) -> None:
@@ -75,11 +91,13 @@ def template_constraints(
 
     dp: inputs split by sample, and so is all that is made of them (`batch`: the tensors by name) where it can be,
     cheaper or not: small models would rather gather the batch; parameters used whole, stored whole (ZeRO-0) or sharded
-    (1 to 3). tp: matrices are sharded where a dim divides (Megatron's column and row pairs then cost least), parameters
-    stored as used; with sequence parallel, activations between blocks prefer to be split.
+    (1 to 3). hsdp: the same, with parameters sharded on it, and stored whole on dp. tp: matrices are sharded where a
+    dim divides (Megatron's column and row pairs then cost least), parameters stored as used; with sequence parallel,
+    activations between blocks prefer to be split.
     """
     names = [axis.name for axis in axes]
-    num_ranks = next((axis.size for axis in axes if axis.name == "dp"), 1)
+    num_ranks = math.prod(axis.size for axis in axes if axis.name in DATA)
+    sharded = "hsdp" if "hsdp" in names else "dp"
 
     def given(name: str) -> tuple[str, ...]:
         """Scalars and the like, such as the two ends of edges, are the same on all ranks."""
@@ -88,15 +106,16 @@ def template_constraints(
         return ("S(0)",) if is_split else ("R", "I")
 
     found: list[Constraint] = []
-    if "dp" in names:
-        stored = ("I", "R") if zero == 0 else ("S",)  # R: a frozen parameter has no gradient to keep whole
+    for data in (name for name in DATA if name in names):
+        is_sharded = zero > 0 and data == sharded
+        stored = ("S",) if is_sharded else ("I", "R")  # R: a frozen parameter has no gradient to keep whole
         found += [
-            *(Constraint(name, given(name), what="input", axis="dp") for name in graph.inputs),
-            Constraint("*", ("R",), what="used", axis="dp", min_dims=2),
-            Constraint("*", ("R", "P"), what="used", axis="dp"),
-            Constraint("*", stored, what="stored", axis="dp", soft=zero > 0, zero=zero or None),
+            *(Constraint(name, given(name), what="input", axis=data) for name in graph.inputs),
+            Constraint("*", ("R",), what="used", axis=data, min_dims=2),
+            Constraint("*", ("R", "P"), what="used", axis=data),
+            Constraint("*", stored, what="stored", axis=data, soft=is_sharded, zero=zero if is_sharded else None),
         ]
-        found += [Constraint(name, (str(type_),), what="tensor", axis="dp", soft=True) for name, type_ in batch.items()]
+        found += [Constraint(name, (str(type_),), what="tensor", axis=data, soft=True) for name, type_ in batch.items()]
     if "tp" in names:
         found += [
             Constraint("*", ("R",), what="input", axis="tp"),

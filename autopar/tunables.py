@@ -36,8 +36,9 @@ RANGES_S = 1e-6
 """A kind of stage, for two borders between layers and a bottleneck, in a dynamic programme."""
 TRY_S = 1e-3
 """A substitution is tried."""
-REMOVE_S, SWEEP_S = 5e-5, 1e-8
-"""A variable is eliminated, beside the sums of its tables; an entry of what that leaves is swept over."""
+REMOVE_S, SWEEP_S, MESSAGE_S = 5e-5, 1e-8, 1e-7
+"""A variable is eliminated, beside the sums of its tables; an entry of what that leaves is swept over, or sent messages
+through, there and back."""
 PART_S = 3e-4
 """A part of a problem is cut out, to be solved again."""
 

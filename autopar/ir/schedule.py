@@ -3,13 +3,19 @@ order means for memory and time.
 
 On submesh p of P, with m microbatches and c chunks (stages) a submesh:
 
-| schedule    | order                                                                                    | in flight   |
-|-------------|------------------------------------------------------------------------------------------|-------------|
-| gpipe       | all forward, then all backward (GPipe)                                                   | m           |
-| 1f1b        | P − p forward, then one backward and one forward in turn (PipeDream-Flush, DAPPLE)       | P − p       |
-| interleaved | 1f1b over the submesh's chunks in turn, each for a round of microbatches (Megatron-LM)   | ~P·c chunks |
-| zero_bubble | 1f1b whose backward pass is cut in two: what earlier stages wait for comes at once, the  | P           |
-|             | gradients of stored tensors p microbatches later (ZB-H1 of Zero Bubble, ICLR'24)         |             |
+| schedule                | order                                                                        | in flight   |
+|-------------------------|------------------------------------------------------------------------------|-------------|
+| gpipe                   | all forward, then all backward (GPipe)                                       | m           |
+| 1f1b                    | P − p forward, then one backward and one forward in turn (PipeDream-Flush,   | P − p       |
+|                         | DAPPLE)                                                                      |             |
+| interleaved             | 1f1b over the submesh's chunks in turn, each for a round of microbatches     | ~P·c chunks |
+|                         | (Megatron-LM)                                                                |             |
+| zero_bubble             | 1f1b whose backward pass is cut in two: what earlier stages wait for comes   | P           |
+|                         | at once, the gradients of stored tensors p microbatches later (ZB-H1 of Zero |             |
+|                         | Bubble, ICLR'24)                                                             |             |
+| interleaved_zero_bubble | the same over the submesh's chunks in turn                                   | ~P·c chunks |
+| zero_bubble_v           | two chunks, in a V: the second ones in turn from the last submesh to the     | 2·P chunks  |
+|                         | first, so that the loss comes where microbatches come in (ZB-V)              |             |
 
 The orders are those of `torch.distributed.pipelining`, whose classes `runtime.scheduled` names. A new schedule is a row
 here and its class there: nothing else asks for a schedule's name. What it is asked for is in the row.
@@ -18,9 +24,11 @@ here and its class there: nothing else asks for a schedule's name. What it is as
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TypeVar
 
 from autopar.errors import PlanError
 from autopar.runtime.arrivals import BACKWARD as BACKWARD
@@ -35,6 +43,9 @@ DIRECTIONS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 PLAIN = "1f1b"
 
 
+_Submesh = TypeVar("_Submesh")
+
+
 @dataclass(frozen=True)
 class Schedule:
     """What there is to know of a schedule.
@@ -43,9 +54,10 @@ class Schedule:
     in_flight: of how many microbatches a submesh holds the activations at once, times the chunks that hold them; by
     how many submeshes are left from this one to the last (itself included), microbatches, chunks a submesh, submeshes.
     bubble: how many passes of a submesh, both ways, a step of equal stages is longer than its microbatches; by
-    submeshes, microbatches and chunks. waiting: of the microbatches in flight, the most that are between the two parts
-    of their backward pass; by submeshes left, microbatches, submeshes.
-    makes_rounds: microbatches go round the submeshes in equal rounds. has_chunks: a submesh has several stages in turn.
+    submeshes, microbatches and chunks. waiting: of what is in flight, the most that is between the two parts of its
+    backward pass; as in_flight.
+    makes_rounds: microbatches go round the submeshes in equal rounds. has_chunks: a submesh has several stages in turn;
+    num_chunks: so many, if it must be. turns_back: every other round of stages is from the last submesh to the first.
     splits_backward: gradients of stored tensors come later than those of what was received; what is recomputed would be
     so for each part, so that nothing may be.
     """
@@ -56,8 +68,19 @@ class Schedule:
     bubble: Callable[[int, int, int], Fraction]
     makes_rounds: bool = False
     has_chunks: bool = False
+    num_chunks: int | None = None
+    turns_back: bool = False
     splits_backward: bool = False
-    waiting: Callable[[int, int, int], int] = lambda left, microbatches, submeshes: 0
+    waiting: Callable[[int, int, int, int], int] = lambda left, microbatches, chunks, submeshes: 0
+
+    def in_turn(self, submeshes: Sequence[_Submesh], chunks: int) -> list[_Submesh]:
+        """Of each stage the submesh, when each has so many stages."""
+        back = [*submeshes][::-1] if self.turns_back else submeshes
+        return [submesh for chunk in range(chunks) for submesh in (back if chunk % 2 else submeshes)]
+
+    def allows(self, chunks: int) -> bool:
+        """Whether a submesh may have so many stages."""
+        return chunks == (self.num_chunks or chunks) if self.has_chunks and chunks > 1 else chunks == 1
 
 
 # Orders ----------------------------------------
@@ -90,9 +113,7 @@ def _1f1b(position: int, count: int, stages: Sequence[int], microbatches: int) -
 def _interleaved(position: int, count: int, stages: Sequence[int], microbatches: int) -> list[Turn]:
     a_round = microbatches_a_round("interleaved", microbatches, count)
     chunks = len(stages)
-    visits = [
-        (n // (a_round * chunks) * a_round + n % a_round, n // a_round % chunks) for n in range(microbatches * chunks)
-    ]
+    visits = _visits(microbatches, chunks, a_round)
     forward = [Turn(stages[chunk], FORWARD, m) for m, chunk in visits]
     backward = [Turn(stages[chunks - 1 - chunk], BACKWARD, m) for m, chunk in visits]
     ahead = (chunks - 1) * a_round + 2 * (count - 1 - position)
@@ -100,17 +121,51 @@ def _interleaved(position: int, count: int, stages: Sequence[int], microbatches:
 
 
 def _zero_bubble(position: int, count: int, stages: Sequence[int], microbatches: int) -> list[Turn]:
-    """Forward passes as far ahead as in 1f1b; on submesh p, gradients of stored tensors p microbatches behind."""
-    forward, inputs, weights = (
-        [Turn(stages[0], direction, m) for m in range(microbatches)]
-        for direction in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+    """Forward passes as far ahead as in 1f1b; on submesh p, gradients of stored tensors p passes behind."""
+    a_round = microbatches_a_round("zero_bubble", microbatches, count)
+    visits = _visits(microbatches, len(stages), a_round)
+    forward = [Turn(stages[chunk], FORWARD, m) for m, chunk in visits]
+    inputs, weights = (
+        [Turn(stages[-1 - chunk], direction, m) for m, chunk in visits]
+        for direction in (BACKWARD_INPUT, BACKWARD_WEIGHT)
     )
-    warm_up = min(microbatches, count - 1 - position)
+    warm_up = min(len(forward), (len(stages) - 1) * a_round + count - 1 - position)
     order = forward[:warm_up]
-    for n in range(microbatches):
+    for n in range(len(inputs)):
         behind = n - position
         order += [*forward[warm_up + n :][:1], inputs[n], *(weights[behind : behind + 1] if behind >= 0 else ())]
-    return [*order, *weights[max(0, microbatches - position) :]]
+    return [*order, *weights[max(0, len(weights) - position) :]]
+
+
+def _zero_bubble_v(position: int, count: int, stages: Sequence[int], microbatches: int) -> list[Turn]:
+    """Down the submeshes and up again: on all, the first loss comes when the way down has filled them.
+
+    The order is that of 2P − 1 microbatches or more, less those that there are not.
+    """
+    left, steps = count - position, max(microbatches, 2 * count - 1) - count
+    down, up = 0, 1
+    order = [(down, FORWARD)] * (2 * left - 1) + [(up, FORWARD), (down, FORWARD)] * position
+    order += [(up, FORWARD), (up, BACKWARD_INPUT), (up, BACKWARD_WEIGHT)] * left
+    for step in range(steps):
+        order += [(down, FORWARD)] * (step <= steps - left)
+        order += [(down, BACKWARD_INPUT), (down, BACKWARD_WEIGHT)]
+        order += [(up, FORWARD), (up, BACKWARD_INPUT), (up, BACKWARD_WEIGHT)]
+    order += [(down, BACKWARD_INPUT), (up, BACKWARD_INPUT)] * position
+    order += [(down, BACKWARD_INPUT), (down, BACKWARD_WEIGHT)] * left
+    order += [(up, BACKWARD_WEIGHT)] * position + [(down, BACKWARD_WEIGHT)] * position
+    done: Counter[tuple[int, str]] = Counter()
+    found = []
+    for chunk, direction in order:
+        found.append(Turn(stages[chunk], direction, done[chunk, direction]))
+        done[chunk, direction] += 1
+    return [turn for turn in found if turn.microbatch < microbatches]
+
+
+def _visits(microbatches: int, chunks: int, a_round: int) -> list[tuple[int, int]]:
+    """Microbatches and chunks in turn, each for a round."""
+    return [
+        (n // (a_round * chunks) * a_round + n % a_round, n // a_round % chunks) for n in range(microbatches * chunks)
+    ]
 
 
 def _alternating(forward: list[Turn], backward: list[Turn], warm_up: int) -> list[Turn]:
@@ -159,10 +214,26 @@ def _chunks_in_flight(remaining: int, microbatches: int, chunks: int, submeshes:
     return min(microbatches * chunks, (chunks - 1) * a_round + 2 * (remaining - 1) + 1)
 
 
-def _waiting(remaining: int, microbatches: int, submeshes: int) -> int:
-    """Submesh p makes gradients of stored tensors p microbatches behind, the first one at once and in one part."""
+def _chunks_ahead(remaining: int, microbatches: int, chunks: int, submeshes: int) -> int:
+    """Where gradients of stored tensors wait: (c − 1) · (microbatches a round) + P."""
+    a_round = math.ceil(microbatches / num_rounds(microbatches, submeshes))
+    return min(microbatches * chunks, (chunks - 1) * a_round + submeshes)
+
+
+def _waiting(remaining: int, microbatches: int, chunks: int, submeshes: int) -> int:
+    """Submesh p makes gradients of stored tensors p passes behind, the first stage at once and in one part."""
     behind = submeshes - remaining
-    return min(behind + 1, submeshes, microbatches) if behind else 0
+    return min(behind + 1, microbatches * chunks) if behind or chunks > 1 else 0
+
+
+def _v_in_flight(remaining: int, microbatches: int, chunks: int, submeshes: int) -> int:
+    """Everywhere two chunks of as many microbatches as there are submeshes: what the first holds in 1f1b."""
+    return min(2 * submeshes, microbatches + 1 + submeshes - remaining, 2 * microbatches)
+
+
+def _v_waiting(remaining: int, microbatches: int, chunks: int, submeshes: int) -> int:
+    """At most: at the end, of both chunks of p microbatches."""
+    return max(1, min(2 * (submeshes - remaining) + 1, 2 * (microbatches - submeshes) + 1))
 
 
 def _plain_bubble(submeshes: int, microbatches: int, chunks: int) -> Fraction:
@@ -172,14 +243,23 @@ def _plain_bubble(submeshes: int, microbatches: int, chunks: int) -> Fraction:
 
 
 def _hidden_bubble(submeshes: int, microbatches: int, chunks: int) -> Fraction:
-    """1f1b's less what gradients of stored tensors hide by waiting, each a third of a pass, as with matrices:
+    """With passes of a chunk in three equal parts, as those of matrices are, forward and to each of two gradients:
 
-        P − 1 − (P − 1 + min(m, P) − 1) / 3
+        (c · P + m − 1) + (c − 1) · max(P, 2 · m) + (P + m) − 3 · c · m parts,     m ≤ P microbatches in a round
 
-    The first microbatch's way to the last stage and back is shorter by them on all stages but one, and what it waits
-    for on its way is, too. With m ≥ P, (P − 1) / 3, as ZB-H1 has it (Zero Bubble, ICLR'24, table 1).
+    All forward passes in a row; backward passes of all rounds but the last, in whose gaps gradients of stored tensors
+    are made; those of the last. With m = P they are P − 1, a third of 1f1b's, as ZB-H1 has it (Zero Bubble, ICLR'24,
+    table 1).
     """
-    return submeshes - 1 - Fraction(submeshes - 1 + min(microbatches, submeshes) - 1, 3)
+    count = min(microbatches, submeshes)
+    parts = chunks * submeshes + count - 1 + (chunks - 1) * max(submeshes, 2 * count) + submeshes + count
+    return Fraction(parts - 3 * chunks * count, 3 * chunks)
+
+
+def _v_bubble(submeshes: int, microbatches: int, chunks: int) -> Fraction:
+    """Of passes of one chunk, each in three equal parts, P − 1 parts: the way to the last submesh. More where there are
+    too few microbatches to fill both ways: 4 · (P − 1) for one, two less for each more."""
+    return Fraction(max(submeshes - 1, 4 * (submeshes - 1) - 2 * (microbatches - 1)), 6)
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -191,6 +271,14 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule(
             "zero_bubble", _zero_bubble, lambda left, m, c, p: min(p, m), _hidden_bubble,
             makes_rounds=True, splits_backward=True, waiting=_waiting,
+        ),
+        Schedule(
+            "interleaved_zero_bubble", _zero_bubble, _chunks_ahead, _hidden_bubble,
+            makes_rounds=True, has_chunks=True, splits_backward=True, waiting=_waiting,
+        ),
+        Schedule(
+            "zero_bubble_v", _zero_bubble_v, _v_in_flight, _v_bubble,
+            has_chunks=True, num_chunks=2, turns_back=True, splits_backward=True, waiting=_v_waiting,
         ),
     )
 }  # fmt: skip

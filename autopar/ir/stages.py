@@ -152,14 +152,19 @@ def check_schedule(
     """That stages from these ranks on may run so: those that share submeshes are in turn on all of them, microbatches
     make equal rounds over these, and a backward pass in two parts recomputes nothing, which it would for each of its
     branches. Raises PlanError."""
-    num_submeshes = len(set(first_ranks))
+    num_submeshes, row = len(set(first_ranks)), SCHEDULES[schedule]
     firsts = [*first_ranks]
-    if len(firsts) % num_submeshes or firsts != firsts[:num_submeshes] * (len(firsts) // num_submeshes):
+    if len(firsts) % num_submeshes or firsts != row.in_turn(firsts[:num_submeshes], len(firsts) // num_submeshes):
+        back = ", and back in every other turn," if row.turns_back else ","
         raise PlanError(
-            f"expected stages in turn on each of {num_submeshes} submeshes, as often on all, found them from ranks "
-            f"{', '.join(map(str, firsts))} on"
+            f"expected stages in turn on each of {num_submeshes} submeshes{back} as often on all, found them from "
+            f"ranks {', '.join(map(str, firsts))} on"
         )
-    row = SCHEDULES[schedule]
+    if num_submeshes > 1 and row.num_chunks not in (None, len(firsts) // num_submeshes):
+        raise PlanError(
+            f"expected {row.num_chunks} stages on each submesh with schedule {schedule!r}, found "
+            f"{len(firsts) // num_submeshes}"
+        )
     if row.makes_rounds:
         microbatches_a_round(schedule, microbatches, num_submeshes)
     if row.splits_backward and recompute:

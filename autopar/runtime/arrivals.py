@@ -15,7 +15,8 @@ each other over one group is done in the order in which they started it; so
             of the other ranks: that is received once pass k has sent.
 
 Where the process group is bound to its device (`init_process_group(device_id=…)`), NCCL does everything of a group in
-order, whoever the other rank is. That is enough unless chunks in turn (interleaved) send to stages more than two apart.
+order, whoever the other rank is. That is enough unless chunks in turn send to stages more than two apart, or, where
+their backward passes come in two parts, more than one.
 
 A pass that was not foreseen receives when it begins.
 """

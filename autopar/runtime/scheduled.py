@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import (
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B
 
 from autopar.runtime.arrivals import BACKWARD, BACKWARD_WEIGHT, FORWARD, Arrivals, Turn, Wait
@@ -29,10 +34,11 @@ class ScheduledStage:
 
     index, count: of the stage; place, num_places: of its submesh. `receives`: its channels; `sends`: those that what it
     makes for later stages leaves by; both by number. loss_position: among what it makes of the model's outputs.
-    `arrivals`: set before each step, by `foresee`.
+    `arrivals`: set before each step, by `foresee`. before: the one whose number is one less, if it is on this rank.
     """
 
     arrivals: Arrivals
+    before: ScheduledStage | None = None
 
     def __init__(
         self, local: Local, index: int, count: int, place: int, num_places: int, transport: Transport,
@@ -180,6 +186,21 @@ class ScheduledStage:
             self._transport.send(channel, gradient, index, False)
         return []
 
+    # A stage beside the one before it on the same rank, which torch's schedules ask for no operations.
+
+    def set_local_fwd_input(self, output: Any, index: int) -> None:
+        """The stage before has made its pass, and sends."""
+        assert self.before is not None, "torch's schedules ask this of a stage behind another"
+        self.before.get_fwd_send_ops(index)
+
+    def get_local_bwd_output(self, index: int) -> tuple[()]:
+        """Sends the gradients of what the stage has received."""
+        self.get_bwd_send_ops(index)
+        return ()
+
+    def set_local_bwd_input(self, gradients: tuple[()], index: int) -> None:
+        """Nothing: the pass itself asks for what it reads."""
+
     # What there is nothing to do for: placements, shapes and gradients are the program's own affair.
 
     def scale_grads(self, grad_scale_factor: int) -> None:
@@ -221,7 +242,12 @@ class _Schedule1F1B(Schedule1F1B):
 
 
 _SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": _Schedule1F1B}
-_LOOPED: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
+_LOOPED: dict[str, Any] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zero_bubble_v": ScheduleZBVZeroBubble,
+}
 
 
 _DIRECTIONS = {
@@ -237,6 +263,9 @@ def make_schedule(name: str, stages: Sequence[ScheduledStage], microbatches: int
     schedule = _torch_schedule(name, stages, microbatches)
     targets = {"target": torch.empty(microbatches, 0)} if any(stage.is_last for stage in stages) else {}
     order = order_of(schedule, stages, microbatches)
+    by_number = {stage.stage_index: stage for stage in stages}
+    for stage in stages:
+        stage.before = by_number.get(stage.stage_index - 1)
 
     def step() -> None:
         foresee(stages, order)

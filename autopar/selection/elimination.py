@@ -147,7 +147,7 @@ class _Eliminator:
             self.unary[i] = np.minimum(self.unary[i] + message, INFINITE)
         else:
             (i, to_i), (j, to_j) = tables
-            self._connect(i, j, _joined(unary, to_i, to_j))
+            self._connect(i, j, joined(unary, to_i, to_j))
 
     def _connect(self, i: int, j: int, table: Int64Array) -> None:
         if j in self.around[i]:
@@ -157,7 +157,7 @@ class _Eliminator:
             heapq.heappush(self.queue, self._key(end))
 
 
-def _joined(unary: Int64Array, to_i: Int64Array, to_j: Int64Array) -> Int64Array:
+def joined(unary: Int64Array, to_i: Int64Array, to_j: Int64Array) -> Int64Array:
     """min_k unary[k] + to_i[k, a] + to_j[k, b] for each a and b."""
     left, of_i = _distinct_rows(np.minimum(unary[:, None] + to_i, INFINITE).T)
     right, of_j = _distinct_rows(to_j.T)

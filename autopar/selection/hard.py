@@ -11,6 +11,7 @@ waits for it. By one that shows the time, whatever has ended is taken in as soon
 from __future__ import annotations
 
 import math
+import random
 import time
 from dataclasses import dataclass
 
@@ -20,12 +21,15 @@ from autopar.selection.duals import PriceSearch
 from autopar.selection.exact import ExactOutcome
 from autopar.selection.neighbourhood import NeighbourhoodSearch
 from autopar.selection.network import Network
+from autopar.selection.pricing import PriceLedSearch
 from autopar.selection.problem import INFINITE
 from autopar.selection.repair import repair
+from autopar.selection.simplification import Simplified, simplify
 from autopar.selection.start import fitting_choice, frugal_choice
 from autopar.selection.subproblems import Subproblems
 from autopar.selection.toulbar import SearchApart, SearchHere, backtracks_within
 from autopar.selection.toulbar_worker import NO_BACKTRACK_LIMIT, Result
+from autopar.selection.worth import Worths
 
 _REPAIR_SHARE = 0.1
 """At most this share of the time that is left goes into making one choice fit."""
@@ -45,9 +49,40 @@ _STAGNATION_S, _STAGNATION_SHARE = 5.0, 0.25
 _STAGNANT_REST = 10.0
 """It then rests this many times as long as it works."""
 
+_PRICES = 1
+"""The place of the search by prices among the ways to improve a choice."""
+_EARLY_ROUNDS, _EARLY_SHARE = 16, 0.3
+"""Prices have been found after so many rounds; by then no more than this share of the time has gone."""
+
 
 def search_hard(network: Network, known: ExactOutcome, clock: Clock, seed: int, gap_limit: float) -> ExactOutcome:
     """Searches until the clock ends, a proof, or (cost − bound) / cost ≤ gap_limit."""
+    simple = simplify(network)
+    values = None if known.values is None else simple.restrict(known.values)
+    begin = ExactOutcome(values, known.cost - simple.constant, known.lower_bound - simple.constant)
+    if not simple.network.unary:
+        return _settled(network, simple)
+    outcome = _search_simplified(simple, begin, clock, seed, gap_limit)
+    bound = max(known.lower_bound, min(outcome.lower_bound + simple.constant, INFINITE))
+    if outcome.values is None:
+        return ExactOutcome(None, INFINITE, bound)
+    found = simple.expand(outcome.values)
+    return ExactOutcome(found, network.cost(found), bound)
+
+
+def _settled(network: Network, simple: Simplified) -> ExactOutcome:
+    """What is left when simplification has made every choice."""
+    found = simple.expand([])
+    if network.cost(found) >= INFINITE or simple.network.room.min(initial=0) < 0:
+        return ExactOutcome(None, INFINITE, INFINITE)
+    return ExactOutcome(found, network.cost(found), network.cost(found))
+
+
+def _search_simplified(
+    simple: Simplified, known: ExactOutcome, clock: Clock, seed: int, gap_limit: float
+) -> ExactOutcome:  # fmt: skip
+    """The same for what simplification has left, all costs less its constant."""
+    network = simple.network
     seconds = max(0.0, clock.left_s)
     clock = clock.within(seconds - min(_CLOSING_S, _CLOSING_SHARE * seconds))
     bounds = _BoundSearch(network, known, clock, seed, _JOB_SHARE * seconds)
@@ -55,11 +90,14 @@ def search_hard(network: Network, known: ExactOutcome, clock: Clock, seed: int, 
     try:
         bounds.advance(choices.cost, 1)
         choices.begin()
-        while not clock.is_over and not _close_enough(choices.cost, bounds.lower_bound, gap_limit):
+        while not clock.is_over and not _close_enough(choices.cost, bounds.lower_bound, simple.constant, gap_limit):
             offers = bounds.advance(choices.cost, 2 if bounds.branching and choices.stagnant else 1)
             for offer in offers:
                 choices.consider(offer, mend=not bounds.branching)
-            is_better = _improved(choices, bounds, clock) if clock.is_counted else not offers and choices.improve()
+            if clock.is_counted:
+                is_better = _improved(choices, bounds, clock)
+            else:
+                is_better = not offers and choices.improve(rests=bounds.branching)
             if clock.is_counted and not (offers or is_better or bounds.is_busy):
                 break
             if not (clock.is_counted or offers or is_better):
@@ -75,13 +113,13 @@ def search_hard(network: Network, known: ExactOutcome, clock: Clock, seed: int, 
 def _improved(choices: _ChoiceSearch, bounds: _BoundSearch, clock: Clock) -> bool:
     """Improves the best choice for as long as what runs beside it is likely to take; whether that did anything."""
     turn, steps = clock.within(bounds.likely_s), 0
-    while not (steps and turn.is_over) and choices.improve():
+    while not (steps and turn.is_over) and choices.improve(rests=True):
         steps += 1
     return steps > 0
 
 
-def _close_enough(cost: int, lower_bound: int, gap_limit: float) -> bool:
-    return cost - lower_bound <= gap_limit * cost
+def _close_enough(cost: int, lower_bound: int, constant: int, gap_limit: float) -> bool:
+    return cost - lower_bound <= gap_limit * (cost + constant)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,35 +229,39 @@ class _ChoiceSearch:
         self.cost = INFINITE
         self._clock = clock
         self._started = self._improved = self._next_try = clock.now
+        self._span = clock.left_s
         self._parts = Subproblems(network)
         self._seed = seed
-        self._search: NeighbourhoodSearch | None = None
+        self._searches: list[NeighbourhoodSearch | PriceLedSearch] = []
+        self._worths = Worths[int]((), random.Random(seed))
         if known.values is not None:
             self._adopt(known.values)
 
     @property
     def values(self) -> list[int] | None:
         """The best choice that fits."""
-        return None if self._search is None else self._search.values
+        return self._searches[0].values if self._searches else None
 
     @property
     def stagnant(self) -> bool:
         """Whether the last improvement lies so far back that the processor is better used elsewhere."""
         now = self._clock.now
-        return now - self._improved > max(_STAGNATION_S, _STAGNATION_SHARE * (now - self._started))
+        return not self._is_early and now - self._improved > max(
+            _STAGNATION_S, _STAGNATION_SHARE * (now - self._started)
+        )
 
     def begin(self) -> None:
         """Finds something to go on from where nothing is known."""
-        if self._search is None:
+        if not self._searches:
             self.consider(frugal_choice(self._parts), mend=True)
-        if self._search is None:
+        if not self._searches:
             fitting = fitting_choice(self._parts.network, self._clock, self._seed)
             if fitting is not None:
                 self._adopt(fitting)
 
     def consider(self, values: list[int], *, mend: bool) -> None:
         """Goes on from a choice where it is cheaper than the best and fits, or can be made to."""
-        if self._search is not None and mend:
+        if self._searches and mend:
             mend = self._parts.usage.excess(values).max() <= _MENDABLE * self._parts.network.room.max()
         if self._parts.network.cost(values) < self.cost:
             span = self._clock.within(_REPAIR_SHARE * self._clock.left_s if mend else 0.0)
@@ -227,20 +269,42 @@ class _ChoiceSearch:
             if mended is not None:
                 self._adopt(mended)
 
-    def improve(self) -> bool:
-        """Improves the best choice by one part; False when there is none, no time, or little hope just now."""
+    def improve(self, *, rests: bool) -> bool:
+        """Improves the best choice by one step; False when there is none, no time, or little hope just now.
+
+        rests: whether another process has a use for the processor where there is little hope.
+        """
         started = self._clock.now
-        if self._search is None or (self.stagnant and started < self._next_try):
+        if not self._searches or (rests and self.stagnant and started < self._next_try):
             return False
-        advanced = self._search.step(self._clock)
-        if self._search.cost < self.cost:
-            self.cost, self._improved = self._search.cost, self._clock.now
+        way = _PRICES if self._is_early else self._worths.choose(self._clock.left_s)
+        advanced = way is not None and self._advance(way)
         self._next_try = self._clock.now + _STAGNANT_REST * (self._clock.now - started)
         return advanced
 
+    @property
+    def _is_early(self) -> bool:
+        """Whether prices are still to be found: before, re-solving parts leads to where little is left to gain."""
+        led = self._searches[_PRICES] if len(self._searches) > _PRICES else None
+        spent = self._clock.now - self._started
+        return isinstance(led, PriceLedSearch) and led.rounds < _EARLY_ROUNDS and spent < _EARLY_SHARE * self._span
+
+    def _advance(self, way: int) -> bool:
+        started, search = self._clock.now, self._searches[way]
+        advanced = search.step(self._clock)
+        gain = self.cost - search.cost
+        self._worths.remember(way, self._clock.now - started, gain)
+        if gain > 0:
+            self._adopt(search.values)
+        return advanced
+
     def _adopt(self, values: list[int]) -> None:
-        if self._search is None:
-            self._search = NeighbourhoodSearch(self._parts, values, self._seed)
-        else:
-            self._search.adopt(values)
-        self.cost, self._improved = self._search.cost, self._clock.now
+        if not self._searches:
+            self._searches = [NeighbourhoodSearch(self._parts, values, self._seed)]
+            if self._parts.network.uses:
+                self._searches.append(PriceLedSearch(self._parts, values, self._seed))
+            self._worths = Worths(range(len(self._searches)), random.Random(self._seed))
+        for search in self._searches:
+            if search.values != values:
+                search.adopt(values)
+        self.cost, self._improved = self._searches[0].cost, self._clock.now

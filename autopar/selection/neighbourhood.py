@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from autopar.clock import Clock
 from autopar.selection.subproblems import Subproblems, search_part
+from autopar.selection.worth import Worths
 
 _SIZES = (12, 25, 50, 100, 200, 400, 800)
 """Numbers of free variables to choose from, up to half of all; the search learns which pay."""
@@ -15,22 +15,8 @@ _LOCAL_SHARE = 0.5
 """How often a part is grown from one variable, rather than from several that are live at one time."""
 _CROWD = 7
 """So many variables of a crowded time seed a part."""
-_MEMORY, _MEMORY_S = 0.9, 0.5
-"""How much of the past a mean keeps at each step, or for each so many seconds of a longer one."""
-_LEAST_SHARE = 0.1
-"""The time given to a size, relative to the best one."""
 _MOST_TIMES = 24
 """Rows that parts start with: those needed most recently."""
-
-
-@dataclass
-class _SizeWorth:
-    """What parts of one size have been worth."""
-
-    seconds: float
-    """Mean time of one."""
-    gain: float
-    """Mean gain of one."""
 
 
 class NeighbourhoodSearch:
@@ -44,7 +30,7 @@ class NeighbourhoodSearch:
         self._random = random.Random(seed)
         self._times = dict.fromkeys(times)
         most = -(-parts.network.num_variables // 2)
-        self._sizes: dict[int, _SizeWorth | None] = dict.fromkeys(sorted({min(size, most) for size in _SIZES if most}))
+        self._sizes = Worths(sorted({min(size, most) for size in _SIZES if most}), self._random)
 
     def adopt(self, values: Sequence[int]) -> None:
         """Goes on from another choice that fits."""
@@ -52,13 +38,12 @@ class NeighbourhoodSearch:
 
     def step(self, clock: Clock) -> bool:
         """Re-solves one part; False when none of any size can be expected to end before the clock does."""
-        started, left = clock.now, clock.left_s
-        affordable = {s: known for s, known in self._sizes.items() if not known or known.seconds <= left}
-        if not affordable or clock.is_over:
+        started = clock.now
+        size = None if clock.is_over else self._sizes.choose(clock.left_s)
+        if size is None:
             return False
-        size = self._choose(affordable)
         gain = self.improve(self._parts.grow(self._seeds(), size, self._random), clock)
-        self._remember(size, clock.now - started, gain)
+        self._sizes.remember(size, clock.now - started, gain)
         return True
 
     def improve(self, free: list[int], clock: Clock) -> int:
@@ -76,24 +61,6 @@ class NeighbourhoodSearch:
             self.values[v] = value
         self.cost -= current - outcome.cost
         return current - outcome.cost
-
-    def _choose(self, sizes: dict[int, _SizeWorth | None]) -> int:
-        """Returns a size not yet tried, else any, with time shared in proportion to gain per second."""
-        for size, known in sizes.items():
-            if known is None:
-                return size
-        tried = {size: known for size, known in sizes.items() if known}
-        rates = {size: known.gain / known.seconds for size, known in tried.items()}
-        floor = max(_LEAST_SHARE * max(rates.values()), 1e-9)
-        weights = [max(rates[size], floor) / known.seconds for size, known in tried.items()]
-        return self._random.choices(list(tried), weights)[0]
-
-    def _remember(self, size: int, seconds: float, gain: int) -> None:
-        known = self._sizes[size] or _SizeWorth(seconds, gain)
-        kept = _MEMORY ** max(1.0, seconds / _MEMORY_S)
-        known.seconds = kept * known.seconds + (1 - kept) * seconds
-        known.gain = kept * known.gain + (1 - kept) * gain
-        self._sizes[size] = known
 
     def _seeds(self) -> list[int]:
         if self._times and self._random.random() >= _LOCAL_SHARE:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import ItemsView, Iterable, KeysView, Sequence
 
 import numpy as np
 
@@ -58,18 +58,49 @@ class Subproblems:
         `allowance` is added to the room from each of the network's `room_starts` on.
         """
         number = {v: k for k, v in enumerate(free)}
-        unary, pairs = [], {}
+        unary, pairs = self.costs_of(free, values, self.network.unary)
+        uses = [Use(number[v], use.lo, use.hi, use.usages) for v in free for use in self._uses_of[v]]
+        room = self._room_beside(free, values) + (0 if allowance is None else allowance)
+        return Network(unary, pairs, uses, self.network.room_starts, room, ())
+
+    def costs_of(
+        self, free: Sequence[int], values: Sequence[int], unary: Sequence[Int64Array]
+    ) -> tuple[list[Int64Array], dict[tuple[int, int], Int64Array]]:
+        """Returns costs and tables of the free variables (ascending) beside the values of all others.
+
+        unary: what values cost by themselves.
+        """
+        number = {v: k for k, v in enumerate(free)}
+        left, pairs = [], {}
         for v in free:
-            costs = self.network.unary[v]
+            costs = unary[v]
             for w, matrix in self._neighbours[v].items():
                 if w not in number:
                     costs = np.minimum(costs + matrix[:, values[w]], INFINITE)
                 elif v < w:
                     pairs[number[v], number[w]] = matrix
-            unary.append(costs)
-        uses = [Use(number[v], use.lo, use.hi, use.usages) for v in free for use in self._uses_of[v]]
-        room = self._room_beside(free, values) + (0 if allowance is None else allowance)
-        return Network(unary, pairs, uses, self.network.room_starts, room, ())
+            left.append(costs)
+        return left, pairs
+
+    def tables(self, variable: int) -> ItemsView[int, Int64Array]:
+        """The variable's neighbours, with the costs of pairs by its own value first."""
+        return self._neighbours[variable].items()
+
+    def neighbours(self, variable: int) -> KeysView[int]:
+        """The variables that share a table with this one."""
+        return self._neighbours[variable].keys()
+
+    def change_of_usage(self, variables: Iterable[int], before: Sequence[int], after: Sequence[int]) -> Int64Array:
+        """Returns how much more is used from each of the network's `room_starts` on when variables change."""
+        starts = self.network.room_starts
+        change = np.zeros(len(starts) + 1, dtype=np.int64)
+        for v in variables:
+            for use in self._uses_of[v]:
+                more = int(use.usages[after[v]] - use.usages[before[v]])
+                first, last = np.searchsorted(starts, (use.lo, use.hi))
+                change[first] += more
+                change[last] -= more
+        return np.cumsum(change)[:-1]
 
     def costs_beside(self, variable: int, values: Sequence[int]) -> Int64Array:
         """Returns the cost of each value of a variable beside the first variables' values, at most INFINITE."""

@@ -9,11 +9,21 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.selection.network import Network
-from autopar.selection.problem import Int64Array
+from autopar.selection.problem import INFINITE, Int64Array
 
 _WINDOWS = 32
 """Violated times closer than 1/32 of the time line to a worse one are left for the next round."""
 _GOLDEN_SECTION = 0.6180339887498949
+
+
+def worst_positions(excess: Int64Array, most: int) -> list[int]:
+    """Returns up to `most` positions whose excess is positive, worst first and well apart."""
+    excess, width = excess.copy(), max(1, len(excess) // _WINDOWS)
+    positions: list[int] = []
+    while len(positions) < most and excess[worst := int(np.argmax(excess))] > 0:
+        positions.append(worst)
+        excess[max(0, worst - width) : worst + width] = 0
+    return positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,13 +76,14 @@ class Usage:
 
     def violated_times(self, values: Sequence[int], most: int) -> list[int]:
         """Returns up to `most` times that do not fit, worst first and well apart."""
-        excess = self.excess(values)
-        width = max(1, len(excess) // _WINDOWS)
-        times: list[int] = []
-        while len(times) < most and excess[worst := int(np.argmax(excess))] > 0:
-            times.append(int(self.network.room_starts[worst]))
-            excess[max(0, worst - width) : worst + width] = 0
-        return times
+        return [int(self.network.room_starts[worst]) for worst in worst_positions(self.excess(values), most)]
+
+    def priced(self, prices: npt.NDArray[np.float64]) -> Int64Array:
+        """Returns what values' usages cost by a price from each of the network's `room_starts` on, flat."""
+        until = np.concatenate([[0.0], np.cumsum(prices)])
+        weights = np.repeat(until[self._last] - until[self._first], self._lengths)
+        total = np.bincount(self._entries, self._usages * weights, minlength=self.offsets[-1])
+        return np.minimum(total, INFINITE // 2).astype(np.int64)
 
     def usages_at(self, time: int) -> Int64Array:
         """Returns what each value of each variable uses at a time, flat: variable v's from offsets[v] on."""

@@ -14,6 +14,7 @@ from autopar.ir.naming import printable
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Alternative, Choice, Plan, Stage
 from autopar.ir.recompute import modules_again, operators_again
+from autopar.show.hsdp import sharding_groups
 from autopar.show.text import bytes_text, fork_text, graphs_text, runners_up, share_lines, time_text, used_placements
 
 SCREEN_LINES = 48
@@ -125,12 +126,13 @@ def _inputs(plan: Plan, stage: Stage, pattern: str) -> Iterator[Decision]:
 
 def _parameters(plan: Plan, stage: Stage, pattern: str) -> Iterator[Decision]:
     uses, choices = used_placements(stage), _choices(plan, stage, "stored")
-    tensors = {name: tensor for tensor, name in plan.parameters.items()}
+    tensors, groups = {name: tensor for tensor, name in plan.parameters.items()}, sharding_groups(stage)
     for tensor, name in plan.parameters.items():
         if tensor in stage.storage and _matches(name, pattern):
             stored, used = storage_text(stage.storage[tensor]), " | ".join(sorted(uses[tensor]))
             choice = choices.get(tensor) or choices.get(first_twin(plan, tensor, tensors))
-            yield f"parameter {name}: stored {stored}, used {used}", choice
+            hsdp = f", hsdp: {groups[tensor]}" if tensor in groups else ""
+            yield f"parameter {name}: stored {stored}, used {used}{hsdp}", choice
 
 
 def _operators(plan: Plan, stage: Stage, pattern: str) -> Iterator[Decision]:

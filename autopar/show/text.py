@@ -17,6 +17,7 @@ from autopar.ir.recompute import is_operator_call, modules_again, node_of_call
 from autopar.ir.schedule import PLAIN
 from autopar.ir.shares import alike_ranks, axis_text
 from autopar.ir.tried import Tried
+from autopar.show.hsdp import hsdp_text
 
 MOST_STAGES, MOST_ROWS = 10, 22
 """Lines of stages, and of parameters, that a screen has room for beside the others."""
@@ -43,6 +44,7 @@ def plan_text(plan: Plan) -> str:
         "costs": sources_text(plan.sources),
         "rewritten": substitutions_text(plan) if plan.substitutions else "",
         "recompute": recompute_text(plan) if plan.recompute else "",
+        "hsdp": hsdp_text(plan),
     }
     lines += [f"  {name.ljust(11)} {text}" for name, text in rows.items() if text]
     lines += share_lines(plan)

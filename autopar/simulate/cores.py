@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.cost import Profile
-from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, DIRECTIONS, FORWARD, Turn, turns
+from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, DIRECTIONS, FORWARD, SCHEDULES, Turn, turns
 from autopar.simulate.engine import COMPUTE, Sent, Task
 from autopar.simulate.timeline import Lane, Numbers, TimelinePiece
 
@@ -175,7 +175,8 @@ def part_of_step(
     Of the step that it takes when all are as slow as if nobody waited. times: of a pass through each stage, relative to
     each other; stages are on the submeshes in turn.
     """
-    rows = [range(submesh, len(times), submeshes) for submesh in range(submeshes)]
+    on = SCHEDULES[schedule].in_turn(range(submeshes), len(times) // submeshes)
+    rows = [[stage for stage, place in enumerate(on) if place == submesh] for submesh in range(submeshes)]
     orders = turns(schedule, rows, microbatches, trains)
     spans = _played(orders, times)
     each = {0: max(1, sharing.ranks // submeshes)}

@@ -362,13 +362,18 @@ class Copies:
         return total
 
     def scatter_bytes(self, tensor: str, source: Placement, steps: Sequence[Step]) -> int:
-        """For a parameter's gradient on its way home, beside the gradient itself and what arrives."""
-        total = 0
-        for _, step, after in self._walk(source, steps):
-            if (step.before.kind, step.after.kind) == ("S", "R"):
-                size = math.prod(self._shapes.local(tensor, after)[0]) * self._graph.kept(tensor).itemsize
-                is_packed = size < LONE_BYTES
+        """For a parameter's gradient on its way home, beside the gradient itself and what arrives: of what is
+        scattered, and of small shards that are summed then."""
+        total, is_scattered = 0, False
+        for _, step, after in reversed(self._walk(source, steps)):
+            kinds = step.before.kind, step.after.kind
+            size = math.prod(self._shapes.local(tensor, after)[0]) * self._graph.kept(tensor).itemsize
+            is_packed = size < LONE_BYTES
+            if kinds == ("S", "R"):
                 total += size * (bool(step.before.dim) + is_packed + self._sums_parts)
+                is_scattered = True
+            elif kinds == ("I", "R") and is_scattered:
+                total += size * is_packed
         return total
 
     def _walk(self, source: Placement, steps: Sequence[Step]) -> list[tuple[Placement, Step, Placement]]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
-from itertools import product
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.interop import StageKind, chunk_counts, chunk_sizes
 from autopar.ir.constraint import pinned
-from autopar.ir.schedule import SCHEDULES, makes_rounds
+from autopar.ir.schedule import SCHEDULES, Schedule, makes_rounds
 from autopar.staged.layered import Layered
 from autopar.staged.ways import EstimatedStages, StageStrategy, chunked_estimate
 from autopar.tunables import LAYER_STEPS, MOST_CHUNKS
-
-CHUNKED = [row.name for row in SCHEDULES.values() if row.has_chunks and not row.splits_backward]
 
 
 class Chunks:
@@ -24,35 +25,41 @@ class Chunks:
 
     def __init__(self, layered: Layered) -> None:
         self.layered = layered
-        self.counts = cache(self._counts)
+        self.possible = cache(self._possible)
         self._of_times = cache(_chunk_of_layer)
 
-    def _counts(self, submeshes: int, microbatches: int) -> list[int]:
-        """How many chunks each of so many submeshes may have."""
-        if submeshes == 1 or not makes_rounds(microbatches, submeshes):
-            return []
+    def _possible(self, submeshes: int, microbatches: int, may_wait: bool) -> list[tuple[str, int]]:
+        """Schedules and numbers of chunks of so many submeshes. may_wait: gradients of stored tensors may."""
+        rows = [row for row in SCHEDULES.values() if row.has_chunks and (may_wait or not row.splits_backward)]
+        rows = [row for row in rows if not row.makes_rounds or makes_rounds(microbatches, submeshes)]
+        return [(row.name, chunks) for row in rows for chunks in self._counts(row, submeshes)]
+
+    def _counts(self, row: Schedule, submeshes: int) -> list[int]:
+        """Of chunks on each of several submeshes."""
         layers, asked = self.layered.layers.count, pinned(self.layered.request.constraints, "chunks")
-        found = chunk_counts(layers, submeshes, MOST_CHUNKS) if asked is None else [asked]
-        most = layers if self.layered.ends is None else layers + 2
-        return [count for count in found if 1 < count <= most // submeshes]
+        wanted = asked or row.num_chunks
+        found = chunk_counts(layers, submeshes, MOST_CHUNKS) if wanted is None else [wanted]
+        most = 0 if submeshes == 1 else layers if self.layered.ends is None else layers + 2
+        return [count for count in found if 1 < count <= most // submeshes and row.allows(count)]
 
     def of(self, way: StageStrategy) -> Iterator[EstimatedStages]:
         """An estimate of each number of chunks, in each schedule."""
         submeshes, microbatches = way.setting.num_stages, way.setting.microbatches
-        for chunks, schedule in product(self.counts(submeshes, microbatches), CHUNKED):
-            kind, of_layer = self._cut(way, chunks)
+        may_wait = self.layered.may_wait(submeshes, way.recompute)
+        for schedule, chunks in self.possible(submeshes, microbatches, may_wait):
+            kind, of_layer = self._cut(way, chunks, SCHEDULES[schedule].turns_back)
             step, peak = chunked_estimate(kind, of_layer, submeshes, chunks, microbatches, schedule)
             ways, again = (way,) * (submeshes * chunks), (way.recompute,) * self.layered.layers.count
             yield EstimatedStages(ways, schedule, of_layer, again, step, peak, step)
 
-    def _cut(self, way: StageStrategy, chunks: int) -> tuple[StageKind, tuple[int, ...]]:
+    def _cut(self, way: StageStrategy, chunks: int, turns_back: bool) -> tuple[StageKind, tuple[int, ...]]:
         """What layers cost, and the chunk of each; the model's ends are layers where they are chunks of their own."""
         kind, ends, times = self.layered.kind(way), self.layered.ends, (0, 0)
         blocks = _in_steps(kind.time_ns)
         if ends is not None:
             before, *blocks, after = _in_steps(ends.kind(kind).time_ns)
             times = before, after
-        of_block = self._of_times(tuple(blocks), times, way.setting.num_stages, chunks)
+        of_block = self._of_times(tuple(blocks), times, way.setting.num_stages, chunks, turns_back)
         if len(set(of_block)) == way.setting.num_stages * chunks:
             return kind, of_block
         assert ends is not None, "there are no more chunks than layers"
@@ -66,7 +73,53 @@ def _in_steps(times_ns: npt.NDArray[np.int64]) -> list[int]:
 
 
 def _chunk_of_layer(
-    times: tuple[int, ...], ends: tuple[int, int], submeshes: int, chunks: int
+    times: tuple[int, ...], ends: tuple[int, int], submeshes: int, chunks: int, turns_back: bool
 ) -> tuple[int, ...]:  # fmt: skip
-    sizes = chunk_sizes(times, ends, submeshes, chunks)
+    sizes = chunk_sizes(times, ends, submeshes, chunks, turns_back)
     return tuple(number for number, size in enumerate(sizes) for _ in range(size))
+
+
+def chunks_keeping_more(layered: Layered, candidate: EstimatedStages, admitted: int) -> EstimatedStages | None:
+    """The candidate with as few layers computed again as estimates of so many bytes allow, the last of each submesh
+    first; None where it has none less."""
+    way, submeshes = candidate.ways[0], candidate.num_submeshes
+    _, kind_of = layered.layers_of(candidate)
+    again, plain = kind_of(way), kind_of(replace(way, recompute="none"))
+    behind, again_now = _number_behind(candidate, submeshes), np.array(candidate.recompute) != "none"
+    ends = (len(behind) - len(again_now)) // 2  # layers, where they are
+    is_again = np.pad(again_now, ends)
+
+    def keeping(number: int) -> EstimatedStages:
+        is_kept = ~is_again | (behind < number)
+        kind, chunks = _mixed(plain, again, is_kept), len(candidate.ways) // submeshes
+        step, peak = chunked_estimate(
+            kind, candidate.stage_of_layer, submeshes, chunks, candidate.microbatches, candidate.schedule
+        )
+        names = tuple(np.where(is_kept, "none", way.recompute)[ends : len(behind) - ends].tolist())
+        kept = replace(candidate, recompute=names, step_ns=step, peak_bytes=peak, lower_bound_ns=step)
+        return layered.in_time(kept)
+
+    fewest = int(behind[is_again].min(initial=len(behind)))
+    numbers = range(fewest + 1, int(behind.max()) + 2)
+    fitting = bisect_right(numbers, admitted, key=lambda number: keeping(number).peak_bytes)
+    return keeping(numbers[fitting - 1]) if fitting else None
+
+
+def _mixed(kept: StageKind, again: StageKind, is_kept: npt.NDArray[np.bool_]) -> StageKind:
+    """Of some layers what they cost in one way, of others in another."""
+    columns = {name: values for name, values in vars(kept).items() if isinstance(values, np.ndarray)}
+    mixed: dict[str, Any] = {
+        name: np.where(is_kept, values, getattr(again, name)) for name, values in columns.items()
+    }  # fmt: skip
+    return replace(again, **mixed)
+
+
+def _number_behind(candidate: EstimatedStages, submeshes: int) -> npt.NDArray[np.int64]:
+    """Of each layer how many later ones its submesh has."""
+    on = SCHEDULES[candidate.schedule].in_turn(range(submeshes), len(candidate.ways) // submeshes)
+    found, seen = np.zeros(len(candidate.stage_of_layer), np.int64), Counter[int]()
+    for layer in reversed(range(len(found))):
+        place = on[candidate.stage_of_layer[layer]]
+        found[layer] = seen[place]
+        seen[place] += 1
+    return found

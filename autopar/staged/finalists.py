@@ -12,6 +12,7 @@ from typing import Any
 from autopar.clock import Clock
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Choice, Plan, SearchReport
+from autopar.ir.schedule import SCHEDULES
 from autopar.ir.tried import Tried
 from autopar.planning import DividedGraph, Place
 from autopar.refusal import does_not_fit
@@ -160,7 +161,9 @@ class Finalists:
         members = layers.members(graph, candidate.stage_of_layer)
         own = plans if candidate.is_mixed else plans[0]
         profiles = {self.request.mesh.profile: self.layered.profile}
-        firsts = first_ranks([way.setting.num_devices for way in candidate.ways], self.request.mesh.num_devices)
+        submeshes = candidate.num_submeshes
+        sizes = [way.setting.num_devices for way in candidate.ways[:submeshes]]
+        firsts = SCHEDULES[candidate.schedule].in_turn(first_ranks(sizes), len(candidate.ways) // submeshes)
         return cut(graph, own, members, firsts, candidate.schedule, self.request.mesh, profiles)
 
     def stated(self, candidate: EstimatedStages, played: Timeline) -> Plan:
@@ -224,13 +227,8 @@ class Finalists:
         raise does_not_fit(self.request.mesh, self.layered.limit, predict(played), where)
 
 
-def first_ranks(sizes: Sequence[int], num_devices: int) -> list[int]:
-    """Where each stage's submesh begins: neighbouring ranks, larger submeshes first so that none crosses a node.
-
-    Stages beyond the mesh begin again at its first submesh, as chunks do.
-    """
-    if len(set(sizes)) == 1:
-        return [number * sizes[0] % num_devices for number in range(len(sizes))]
+def first_ranks(sizes: Sequence[int]) -> list[int]:
+    """Where each submesh begins: neighbouring ranks, larger submeshes first so that none crosses a node."""
     order = sorted(range(len(sizes)), key=lambda number: -sizes[number])
     begins = dict(zip(order, accumulate((sizes[number] for number in order), initial=0), strict=False))
     return [begins[number] for number in range(len(sizes))]

@@ -14,6 +14,7 @@ from autopar.clock import Clock
 from autopar.errors import InfeasibleError
 from autopar.interop import ChosenStage, StageKind, best_stages
 from autopar.ir.schedule import PLAIN, SCHEDULES, in_flight
+from autopar.staged.chunked import chunks_keeping_more
 from autopar.staged.layered import Layered
 from autopar.staged.ways import EstimatedStages, StageStrategy, hidden_bubble, in_two_parts, largest_peak
 from autopar.tunables import KEPT_MORE, MIXED_COUNTS, MIXED_ROUNDS, MIXED_SHARE, MIXED_SIZES, MOST_STAGES
@@ -140,8 +141,10 @@ def keeping_more(layered: Layered, candidate: EstimatedStages, admitted: int) ->
     The sum of all stages' times gets less, and the slowest's, which every other microbatch waits for.
     """
     row = SCHEDULES[candidate.schedule]
-    if next(iter(layered.recomputations)) != "none" or row.has_chunks or row.splits_backward:
+    if next(iter(layered.recomputations)) != "none" or row.splits_backward:
         return None
+    if row.has_chunks:
+        return chunks_keeping_more(layered, candidate, admitted)
     before, after = [], []
     for number in range(len(candidate.ways)):
         options = _options(layered, candidate, number)

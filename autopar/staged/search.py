@@ -22,7 +22,7 @@ from autopar.ir.outline import Outline, sizes_text
 from autopar.ir.schedule import PLAIN, SCHEDULES
 from autopar.microbatch import divisible
 from autopar.progress import Report
-from autopar.staged.chunked import CHUNKED, Chunks
+from autopar.staged.chunked import Chunks
 from autopar.staged.layered import Layered
 from autopar.staged.ways import (
     EstimatedStages,
@@ -288,9 +288,9 @@ class StagedSearch:
     def _fewest_passes(self, stages: int, count: int) -> float:
         """Of a stage in a step of so many microbatches, what it waits included: in the schedule with least to wait."""
         ways = [(schedule, 1) for schedule in _WHOLE]
-        if self.layered.may_wait(stages, self._least_again):
-            ways += [(schedule, 1) for schedule in in_two_parts(count, stages)]
-        ways += [(name, chunks) for name in CHUNKED for chunks in self.chunks.counts(stages, count)]
+        may_wait = self.layered.may_wait(stages, self._least_again)
+        ways += [(schedule, 1) for schedule in in_two_parts(count, stages)] if may_wait else []
+        ways += self.chunks.possible(stages, count, may_wait)
         return float(count + min(SCHEDULES[schedule].bubble(stages, count, chunks) for schedule, chunks in ways))
 
     @property

@@ -13,8 +13,10 @@ from autopar.interop import StageKind
 from autopar.intraop import TradeOff
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.outline import Outline, sizes_text
-from autopar.ir.schedule import PLAIN, SCHEDULES, in_flight, makes_rounds
+from autopar.ir.schedule import PLAIN, SCHEDULES, Schedule, in_flight, makes_rounds
 from autopar.ir.tried import Tried
+
+Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def largest_peak(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], micr
     for number, kind in enumerate(kinds):
         own, left = np.flatnonzero(of_layer == number), stages - number
         flying = in_flight(schedule, left, microbatches, num_submeshes=stages)
-        waits = SCHEDULES[schedule].waiting(left, microbatches, stages)
+        waits = SCHEDULES[schedule].waiting(left, microbatches, 1, stages)
         peaks.append(peak_of(kind, int(own[0]), int(own[-1]) + 1, flying, waits))
     return max(peaks)
 
@@ -160,21 +162,52 @@ def chunked_estimate(
     what is waited for where rounds of forward passes meet longer ones of backward passes: for each P microbatches,
     about a quarter of the difference on each submesh.
     """
-    row, firsts = SCHEDULES[schedule], np.flatnonzero(np.diff(chunk_of_layer, prepend=-1))
-
-    def of_chunks(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Sums by round and submesh."""
-        sums: npt.NDArray[np.int64] = np.add.reduceat(values, firsts).reshape(chunks, stages)
-        return sums
-
-    times = of_chunks(kind.time_ns) + kind.receive_ns[firsts].reshape(chunks, stages)
-    exposed = np.maximum(0, of_chunks(kind.reduce_ns - kind.hide_ns).sum(axis=0))
-    busiest = (microbatches * times.sum(axis=0) + of_chunks(kind.once_ns).sum(axis=0) + exposed).max()
+    row, of = SCHEDULES[schedule], _Rounds(chunk_of_layer, stages, chunks, SCHEDULES[schedule].turns_back)
+    times = of.sums(kind.time_ns + (kind.split_ns if row.splits_backward else 0)) + of.firsts(kind.receive_ns)
+    exposed = np.maximum(0, of.sums(kind.reduce_ns - kind.hide_ns).sum(axis=0))
+    busiest = (microbatches * times.sum(axis=0) + of.sums(kind.once_ns).sum(axis=0) + exposed).max()
     rounds = np.sort(times, axis=1)[:, (stages - 1) // 2]
     filling = row.bubble(stages, microbatches, chunks) * chunks * int(rounds.max())
     meeting = microbatches // stages * stages * int(np.abs(rounds - rounds[::-1]).sum()) // 8
-    flying = [row.in_flight(stages - submesh, microbatches, chunks, stages) for submesh in range(stages)]
-    held = of_chunks(kind.activation_bytes).sum(axis=0) * flying // chunks
-    workspace = np.maximum.reduceat(kind.workspace_bytes, firsts).reshape(chunks, stages).max(axis=0)
-    peak = (of_chunks(kind.resident_bytes).sum(axis=0) + held + workspace).max()
-    return int(busiest) + int(filling) + meeting, int(peak)
+    return int(busiest) + int(filling) + meeting, _chunked_peak(kind, of, row, microbatches)
+
+
+def _chunked_peak(kind: StageKind, of: _Rounds, row: Schedule, microbatches: int) -> int:
+    """The largest of a submesh in bytes a device; of backward passes in two parts as in `peak_of`."""
+    stages, chunks = of.stages, of.chunks
+    flying, waiting = (
+        np.array([count(left, microbatches, chunks, stages) for left in range(stages, 0, -1)])
+        for count in (row.in_flight, row.waiting)
+    )
+    kept, waits = (of.sums(sizes).sum(axis=0) for sizes in (kind.activation_bytes, kind.waiting_bytes))
+    stays, workspace = of.sums(kind.resident_bytes).sum(axis=0), of.most(kind.workspace_bytes).max(axis=0)
+    fewest = np.maximum(0, waiting - 1)
+    peak = stays + ((flying - fewest) * kept + fewest * waits) // chunks + workspace
+    second = stays + ((flying - waiting) * kept + waiting * waits) // chunks
+    second += of.sums(kind.second_bytes).max(axis=0)
+    return int(np.maximum(peak, np.where(waiting > 0, second, 0)).max())
+
+
+class _Rounds:
+    """Columns of layers as those of chunks, by round and submesh."""
+
+    def __init__(self, chunk_of_layer: Sequence[int], stages: int, chunks: int, turns_back: bool) -> None:
+        self.stages, self.chunks, self._turns_back = stages, chunks, turns_back
+        self._begins = np.flatnonzero(np.diff(chunk_of_layer, prepend=-1))
+
+    def sums(self, column: Int64Array) -> Int64Array:
+        return self._in_rounds(np.add.reduceat(column, self._begins))
+
+    def most(self, column: Int64Array) -> Int64Array:
+        return self._in_rounds(np.maximum.reduceat(column, self._begins))
+
+    def firsts(self, column: Int64Array) -> Int64Array:
+        """Of the first layer of each."""
+        return self._in_rounds(column[self._begins])
+
+    def _in_rounds(self, values: Int64Array) -> Int64Array:
+        found = values.reshape(self.chunks, self.stages)
+        if self._turns_back:
+            found = found.copy()
+            found[1::2] = found[1::2, ::-1]
+        return found

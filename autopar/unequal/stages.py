@@ -20,6 +20,7 @@ from autopar.cost import Profile
 from autopar.errors import InfeasibleError
 from autopar.ir.mesh import LogicalMesh, Mesh
 from autopar.ir.plan import Plan
+from autopar.ir.schedule import SCHEDULES
 from autopar.planning import DividedGraph, Place
 from autopar.refusal import devices_hold_more
 from autopar.request import Request
@@ -74,7 +75,8 @@ class UnequalStages:
         while (first := parts[-1].stop if parts else 0) < self.mesh.num_devices:
             group = self.mesh.group_of(range(first, first + 1))
             parts.append(range(first, first + math.prod(axis.size for axis in self.axes[group.profile])))
-        return sorted(parts, key=lambda ranks: -self.profile_of(ranks).usable_bytes) * self.chunks
+        submeshes = sorted(parts, key=lambda ranks: -self.profile_of(ranks).usable_bytes)
+        return SCHEDULES[self.schedule].in_turn(submeshes, self.chunks)
 
     def kind(self, ranks: range) -> str:
         """The name of the devices of neighbouring ranks."""
@@ -176,7 +178,7 @@ class UnequalStages:
 
     def _equal(self) -> tuple[int, ...]:
         submeshes, profile = len(self.ranks) // self.chunks, self.profile_of(self.ranks[0])
-        return even_sizes(self.part.graph, self.block_paths, submeshes, self.chunks, profile)
+        return even_sizes(self.part.graph, self.block_paths, submeshes, self.chunks, profile, self.schedule)
 
     def _of_sizes(self, sizes: Sequence[int]) -> tuple[Plan, Timeline]:
         graph = self.part.graph

@@ -60,7 +60,8 @@ class Kind:
     """A kind of plan: what `template_plan` is asked for; for unequal stages, each one's own, and its blocks.
 
     interleaved: the blocks of twice as many stages, in turn on the same submeshes. long: blocks of the model that an
-    interleaved schedule needs. turned: the first stage on the last ranks.
+    interleaved schedule needs. depth: blocks of the model, whatever the schedule. turned: the first stage on the last
+    ranks.
     """
 
     options: Options = field(default_factory=dict)
@@ -68,6 +69,7 @@ class Kind:
     blocks: tuple[int, ...] = ()
     interleaved: tuple[int, ...] = ()
     long: int = 4
+    depth: int = 0
     batch: int = 8
     tied: bool = False
     turned: bool = False
@@ -80,9 +82,10 @@ class Kind:
     def variant(self, model_name: str, schedule: str) -> Variant:
         """The model that the plan is for."""
         if self.shapes:
-            blocks = sum(self.interleaved if schedule == "interleaved" else self.blocks)
+            blocks = sum(self.interleaved if SCHEDULES[schedule].has_chunks else self.blocks)
         else:
-            blocks = self.long if schedule == "interleaved" else max(4, self.options.get("pp", 1))
+            blocks = self.long if SCHEDULES[schedule].has_chunks else max(4, self.options.get("pp", 1))
+            blocks = self.depth or blocks
         return Variant(model_name, blocks, self.batch, self.tied)
 
 
@@ -90,8 +93,8 @@ def _num_ranks(options: Options) -> int:
     return int(options.get("pp", 1) * options.get("dp", 1) * options.get("tp", 1))
 
 
-def _template(long: int = 4, tied: bool = False, **options: Any) -> Kind:
-    return Kind({"pp": 2, "microbatches": 4, **options}, long=long, tied=tied)
+def _template(long: int = 4, depth: int = 0, tied: bool = False, **options: Any) -> Kind:
+    return Kind({"pp": 2, "microbatches": 4, **options}, long=long, depth=depth, tied=tied)
 
 
 PLANS: dict[str, Kind] = {
@@ -108,6 +111,11 @@ PLANS: dict[str, Kind] = {
     "pp_few": _template(microbatches=1),
     "pp_tied": _template(tied=True),
     "pp_tied_zero3": _template(tied=True, dp=2, zero=3),
+    "pp2_of_3": _template(depth=3),
+    "pp2_of_7_in_3": _template(depth=7, chunks=3),
+    "pp2_of_6_in_4": _template(depth=6, chunks=4),
+    "pp4_of_6": _template(pp=4, depth=6, tied=True),
+    "pp2_dp2_of_5": _template(dp=2, depth=5, zero=1, microbatches=2),
     "unequal_stages": Kind(shapes=({}, {}), blocks=(1, 3), interleaved=(1, 2, 1, 2)),
     "unequal_stages_dp": Kind(shapes=({"dp": 2}, {"dp": 2}), blocks=(3, 1), interleaved=(2, 1, 2, 1)),
     "submeshes_1_3": Kind(shapes=({}, {"dp": 3}), blocks=(1, 3), interleaved=(1, 2, 1, 2), batch=10),
@@ -124,6 +132,7 @@ LARGE_PLANS: dict[str, Kind] = {
     "pp4_tp2": _template(pp=4, tp=2, long=8),
     "pp2_tp2_dp2": _template(tp=2, dp=2),
     "pp2_tp2_zero3": _template(tp=2, dp=2, zero=3),
+    "pp2_hsdp": _template(dp=4, hsdp=2, zero=2, microbatches=2),
     "pp8": _template(pp=8, microbatches=8),
     "submeshes_1_3_4": Kind(
         shapes=({}, {"dp": 3}, {"dp": 2, "tp": 2}), blocks=(1, 1, 2), interleaved=(1, 1, 2, 1, 1, 2), batch=10
@@ -188,7 +197,7 @@ MODELS = {
     "hf_gpt2": _gpt2,
     "hf_t5": _t5,
     "unet": _unet,
-    "moe": lambda variant: _own(moe, variant, num_layers=variant.blocks, tie_head=variant.tied),
+    "moe": lambda variant: _own(moe, variant, num_layers=variant.blocks + variant.blocks % 2, tie_head=variant.tied),
 }
 
 
@@ -222,7 +231,8 @@ def plan(model_name: str, plan_name: str, schedule: str) -> Plan:
 def _unequal_plan(whole: Graph, kind: Kind, schedule: str, mesh: autopar.Mesh) -> Plan:
     """Each stage planned on a mesh of its own."""
     sizes = list(map(_num_ranks, kind.shapes))
-    blocks = kind.interleaved if schedule == "interleaved" else kind.blocks
+    row = SCHEDULES[schedule]
+    blocks = kind.interleaved if row.has_chunks else kind.blocks
     plans = [
         template_of_graph(whole, autopar.Mesh("cpu", 1, size), microbatches=2, **shape)
         for size, shape in zip(sizes, kind.shapes, strict=True)
@@ -233,7 +243,8 @@ def _unequal_plan(whole: Graph, kind: Kind, schedule: str, mesh: autopar.Mesh) -
     chunks = len(blocks) // len(plans)
     paths = [path for group in find_blocks(whole).paths for path in group]
     members = stages_of_sizes(whole, paths, _shared_out(whole, paths, blocks))
-    return cut(whole, plans * chunks, members, firsts * chunks, schedule, mesh, profiles_of(mesh))
+    own = row.in_turn(plans, chunks), members, row.in_turn(firsts, chunks)
+    return cut(whole, *own, schedule, mesh, profiles_of(mesh))
 
 
 def _shared_out(whole: Graph, paths: list[str], blocks: tuple[int, ...]) -> list[int]:

@@ -28,6 +28,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero1": {"dp": 2, "zero": 1},
     "zero2": {"dp": 2, "zero": 2},
     "zero3": {"dp": 2, "zero": 3},
+    "hsdp": {"dp": 4, "hsdp": 2, "zero": 1},
+    "hsdp_zero3": {"dp": 4, "hsdp": 2, "zero": 3},
     "tp": {"tp": 2},
     "tp_sequence": {"tp": 2, "sequence_parallel": True},
     "dp_tp": {"dp": 2, "tp": 2},

@@ -17,8 +17,13 @@ UNITS = {FORWARD: 1, BACKWARD: 2, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 1}  # of t
 
 
 def orders(schedule: str, submeshes: int, chunks: int, microbatches: int) -> list[list[Turn]]:
-    stages_of = [[chunk * submeshes + p for chunk in range(chunks)] for p in range(submeshes)]
-    return turns(schedule, stages_of, microbatches, trains=True)
+    return turns(schedule, stages_on(schedule, submeshes, chunks), microbatches, trains=True)
+
+
+def stages_on(schedule: str, submeshes: int, chunks: int) -> list[list[int]]:
+    """Of each submesh."""
+    on = SCHEDULES[schedule].in_turn(range(submeshes), chunks)
+    return [[stage for stage, place in enumerate(on) if place == submesh] for submesh in range(submeshes)]
 
 
 def makespan(rows: list[list[Turn]], num_stages: int) -> int:
@@ -56,7 +61,7 @@ def in_flight(row: list[Turn]) -> int:
 
 
 CASES = st.tuples(
-    st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble"]),
+    st.sampled_from([*SCHEDULES]),
     st.integers(1, 6),
     st.integers(2, 3),
     st.integers(1, 5),
@@ -67,18 +72,41 @@ CASES = st.tuples(
 @settings(max_examples=150, deadline=None)
 def test_every_pass_is_made_once_in_a_possible_order_with_the_known_bubble(case: tuple[str, int, int, int]) -> None:
     schedule, submeshes, chunks, rounds = case
-    chunks = chunks if schedule == "interleaved" and submeshes > 1 else 1
     schedule = schedule if submeshes > 1 else "1f1b"
+    row = SCHEDULES[schedule]
+    chunks = row.num_chunks or (chunks if row.has_chunks else 1)
     microbatches = rounds * submeshes
     rows = orders(schedule, submeshes, chunks, microbatches)
     stages = chunks * submeshes
-    split = schedule == "zero_bubble"
+    split = row.splits_backward
     directions = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if split else (FORWARD, BACKWARD)
     passes = [(s, f, m) for s in range(stages) for f in directions for m in range(microbatches)]
     assert sorted(tuple(turn) for row in rows for turn in row) == sorted(passes)
     work = 3 * chunks * microbatches
     # Of 1/chunks of a submesh's share: Megatron-LM (SC'21), 2.2; of forward + input - weight: Zero Bubble, 2.2.
-    assert makespan(rows, stages) == work + (submeshes - 1) * (1 if split else 3)
+    bubble = (submeshes - 1) * (1 if split else 3)
+    assert makespan(rows, stages) == work + (2 * bubble if row.turns_back and rounds == 1 else bubble)
+
+
+@given(CASES, st.integers(1, 20))
+@settings(max_examples=150, deadline=None)
+def test_bubbles_and_what_is_held_are_as_the_row_says(case: tuple[str, int, int, int], microbatches: int) -> None:
+    schedule, submeshes, chunks, _ = case
+    row = SCHEDULES[schedule]
+    chunks = row.num_chunks or (chunks if row.has_chunks else 1)
+    if submeshes == 1 or (row.makes_rounds and microbatches % max(1, microbatches // submeshes)):
+        return
+    rows = orders(schedule, submeshes, chunks, microbatches)
+    told = 3 * chunks * (microbatches + row.bubble(submeshes, microbatches, chunks))
+    assert makespan(rows, submeshes * chunks) == told
+    for position, own in enumerate(rows):
+        left = submeshes - position
+        held = row.in_flight(left, microbatches, chunks, submeshes)
+        assert in_flight(own) == held, (position, own)
+        if row.splits_backward and position:
+            waiting = row.waiting(left, microbatches, chunks, submeshes)
+            is_exact = not row.turns_back or not submeshes < microbatches < 2 * submeshes - 1
+            assert most_waiting(own) == waiting or (most_waiting(own) < waiting and not is_exact)
 
 
 HELD: dict[str, Callable[[int, int, int], int]] = {
@@ -99,7 +127,7 @@ def test_microbatches_in_flight(schedule: str, count: int, microbatches: int) ->
 def test_microbatches_whose_gradients_wait(count: int, microbatches: int) -> None:
     """The first submesh has received nothing, so its first part is empty: none of its microbatches wait."""
     rows = orders("zero_bubble", count, 1, microbatches)
-    told = [SCHEDULES["zero_bubble"].waiting(count - p, microbatches, count) for p in range(count)]
+    told = [SCHEDULES["zero_bubble"].waiting(count - p, microbatches, 1, count) for p in range(count)]
     assert told == [0, *(most_waiting(row) for row in rows[1:])]
 
 
@@ -128,9 +156,9 @@ class Recorder:
     is_first = is_last = False
     has_backward, submod, stage_index_to_group_rank = True, None, None
 
-    def __init__(self, stage_index: int, num_stages: int, group_size: int) -> None:
+    def __init__(self, stage_index: int, num_stages: int, group_size: int, group_rank: int) -> None:
         self.stage_index, self.num_stages, self.group_size = stage_index, num_stages, group_size
-        self.group_rank = stage_index % group_size
+        self.group_rank = group_rank
         self.turns: list[Turn] = []
 
     def forward_one_chunk(self, microbatch: int, *args: object, **kwargs: object) -> None:
@@ -150,20 +178,28 @@ class Recorder:
 
 def torch_orders(schedule: str, submeshes: int, chunks: int, microbatches: int) -> list[list[Turn]]:
     """What torch's own schedules compute on each rank: as it is run, or as it is listed for several stages a rank."""
-    stages = [Recorder(number, submeshes * chunks, submeshes) for number in range(submeshes * chunks)]
+    on = SCHEDULES[schedule].in_turn(range(submeshes), chunks)
+    stages = [Recorder(number, submeshes * chunks, submeshes, place) for number, place in enumerate(on)]
     if schedule in ("gpipe", "1f1b"):
         for stage in stages:
             single = get_schedule_class({"gpipe": "GPipe", "1f1b": "1F1B"}[schedule])(stage, microbatches)
             single._initialize_stage = lambda *args: None
             single._step_microbatches()
         return [stage.turns for stage in stages]
-    name = {"interleaved": "Interleaved1F1B", "zero_bubble": "InterleavedZeroBubble"}[schedule]
-    several = get_schedule_class(name)(stages[::submeshes], microbatches)
+    name = LOOPED[schedule]
+    several = get_schedule_class(name)([stage for stage in stages if stage.group_rank == 0], microbatches)
     rows = [[action for action in several.pipeline_order[rank] if action] for rank in range(submeshes)]
     return [[Turn(a.stage_index, NAMES[a.computation_type.value], a.microbatch_index) for a in row] for row in rows]
 
 
-KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1)]
+LOOPED = {
+    "interleaved": "Interleaved1F1B", "zero_bubble": "InterleavedZeroBubble",
+    "interleaved_zero_bubble": "InterleavedZeroBubble", "zero_bubble_v": "ZBVZeroBubble",
+}  # fmt: skip
+KINDS = [
+    *(("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1)),
+    *(("interleaved_zero_bubble", 2), ("interleaved_zero_bubble", 3), ("zero_bubble_v", 2)),
+]
 
 
 @pytest.mark.parametrize(("submeshes", "microbatches"), [(2, 2), (3, 3), (4, 8), (4, 10), (8, 24), (5, 3)])

@@ -139,7 +139,7 @@ def _sizes(outline: Outline) -> list[tuple[int, ...]]:
     return [tuple(axis.size for axis in axes) for axes in outline.submeshes]
 
 
-def four_schedules(row: Row) -> None:
+def every_schedule(row: Row) -> None:
     """Every schedule is looked at, and a plan of each is well typed."""
     whole = graph(8)
     front = found(row, row.request(), whole)
@@ -193,7 +193,7 @@ COLUMNS: dict[str, Callable[[Row], None]] = {
     "substitutions": substitutions,
     "three axes": three_axes,
     "mixed submeshes": mixed_submeshes,
-    "four schedules": four_schedules,
+    "schedules": every_schedule,
     "recomputation by layer": recomputation,
     "SOAP": soap,
     "bound": bound,
@@ -208,7 +208,7 @@ CELLS = [
     (row, column)
     for row in ROWS
     for column in COLUMNS
-    if ROWS[row].is_staged or column not in ("mixed submeshes", "four schedules")
+    if ROWS[row].is_staged or column not in ("mixed submeshes", "schedules")
 ]
 
 

@@ -12,6 +12,7 @@ import autopar
 from autopar.interop import ChosenStage
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
+from autopar.ir.schedule import SCHEDULES
 from autopar.microbatch import check_plan
 from autopar.pipeline import planned, simulated_step
 from autopar.profiler import load_profile
@@ -72,16 +73,18 @@ def test_mixing_finds_nothing_slower_than_what_all_alike_allow() -> None:
         assert candidate.step_ns <= min(alike) or len(set(candidate.recompute)) > 1
 
 
-def test_as_few_layers_are_computed_again_as_memory_allows() -> None:
+@pytest.mark.parametrize("schedule, stages", [("1f1b", 2), ("interleaved", 4), ("interleaved", 6)])
+def test_as_few_layers_are_computed_again_as_memory_allows(schedule: str, stages: int) -> None:
+    """Of six stages of five layers the head is one by itself."""
     search = searched()
-    every = [c for c in search.frugal() if c.schedule == "1f1b" and set(c.recompute) == {"full"} and len(c.ways) == 2]
-    whole = every[0]
-    limit = whole.peak_bytes + 400_000
+    every = [c for c in search.frugal() if c.schedule == schedule and set(c.recompute) == {"full"}]
+    whole = next(c for c in every if len(c.ways) == stages and c.num_submeshes == 2)
+    limit = whole.peak_bytes + (400_000 if schedule == "1f1b" else 1_200_000)
     fewer = keeping_more(search.layered, whole, limit)
     assert fewer is not None and fewer.step_ns < whole.step_ns and fewer.peak_bytes <= limit
     assert "none" in fewer.recompute and set(fewer.recompute) <= {*search.layered.recomputations}
     assert keeping_more(search.layered, fewer, limit) is None, "as many as fit are kept at once"
-    finalists = Finalists(search, every, [].append)
+    finalists = Finalists(search, [whole], [].append)
     before, plan = stated(finalists, whole), stated(finalists, fewer)
     assert plan.predicted.step_time_ns < before.predicted.step_time_ns
     assert before.predicted.peak_bytes <= plan.predicted.peak_bytes
@@ -101,6 +104,8 @@ def test_a_limit_leaves_some_layers_as_they_are() -> None:
 
 
 def test_larger_submeshes_come_first_and_none_crosses_a_node() -> None:
-    assert first_ranks([2, 4, 2], 8) == [4, 0, 6]
-    assert first_ranks([2, 2, 4, 8], 16) == [12, 14, 8, 0]
-    assert first_ranks([2, 2, 2, 2], 4) == [0, 2, 0, 2], "chunks begin again"
+    assert first_ranks([2, 4, 2]) == [4, 0, 6]
+    assert first_ranks([2, 2, 4, 8]) == [12, 14, 8, 0]
+    assert first_ranks([2, 2, 2]) == [0, 2, 4]
+    assert SCHEDULES["interleaved"].in_turn([0, 2], 2) == [0, 2, 0, 2], "chunks begin again"
+    assert SCHEDULES["zero_bubble_v"].in_turn([0, 2], 2) == [0, 2, 2, 0]

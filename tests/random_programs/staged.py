@@ -20,6 +20,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import I, Placement, R, S, Type
 from autopar.ir.plan import Plan
+from autopar.ir.schedule import PLAIN, SCHEDULES, Schedule
 from autopar.ir.structure import is_random
 from autopar.microbatch import check_plan, divisible
 from autopar.planning import divided
@@ -81,17 +82,19 @@ def random_staged_plan(graph: Graph, rng: random.Random, mode: str = "train") ->
 def random_staged_choices(graph: Graph, rng: random.Random, mode: str = "train") -> StagedChoices:
     """Submeshes, a cut of the program, a plan for each stage, a schedule and what is computed again."""
     shapes = _random_shapes(rng)
-    schedule = rng.choice(["gpipe", "1f1b", "1f1b", "interleaved", "zero_bubble"])
+    schedule = rng.choice([*SCHEDULES, PLAIN])
+    row = SCHEDULES[schedule]
     microbatches = _random_count(graph, rng, mode)
-    chunks = rng.choice([1, 2, 2, 3]) if schedule == "interleaved" else 1
+    chunks = (row.num_chunks or rng.choice([1, 2, 2, 3])) if row.has_chunks else 1
     shapes = shapes[: max(2, 6 // chunks)]
     firsts = [sum(math.prod(shape) for shape in shapes[:place]) for place in range(len(shapes))]
     if rng.random() < 0.2:  # the first stage on the last ranks
         firsts = [_num_ranks(shapes) - first - math.prod(shape) for first, shape in zip(firsts, shapes, strict=True)]
     members = random_members(graph, len(shapes) * chunks, rng)
-    again = () if schedule == "zero_bubble" or rng.random() < 0.6 else random_modules(graph, rng)
+    again = () if row.splits_backward or rng.random() < 0.6 else random_modules(graph, rng)
     return StagedChoices(
-        _random_parts(graph, shapes, chunks, rng, mode, microbatches), members, tuple(firsts) * chunks, schedule, again,
+        _random_parts(graph, shapes, row, chunks, rng, mode, microbatches), members,
+        tuple(row.in_turn(firsts, chunks)), schedule, again,
         rng.randrange(1 << 30) if rng.random() < 0.6 else None,
     )  # fmt: skip
 
@@ -118,7 +121,13 @@ def _random_count(graph: Graph, rng: random.Random, mode: str) -> int:
 
 
 def _random_parts(
-    graph: Graph, shapes: Sequence[tuple[int, ...]], chunks: int, rng: random.Random, mode: str, microbatches: int
+    graph: Graph,
+    shapes: Sequence[tuple[int, ...]],
+    row: Schedule,
+    chunks: int,
+    rng: random.Random,
+    mode: str,
+    microbatches: int,
 ) -> tuple[Choices, ...]:
     """Of each stage; stages of one submesh, and often equal ones too, are planned together."""
     together = rng.random() < 0.6
@@ -129,7 +138,7 @@ def _random_parts(
         if key not in known:
             known[key] = random_choices(graph, shape, rng, mode, microbatches)
         found.append(known[key])
-    return tuple(found) * chunks
+    return tuple(row.in_turn(found, chunks))
 
 
 def random_members(graph: Graph, count: int, rng: random.Random) -> dict[str, tuple[int, ...]]:

@@ -38,8 +38,9 @@ class Message(NamedTuple):
 def orders(schedule: str, places: int, chunks: int, microbatches: int) -> list[list[Turn]]:
     """Of each rank, as the runtime has it."""
     found = []
+    on = SCHEDULES[schedule].in_turn(range(places), chunks)
     for place in range(places):
-        numbers = range(place, places * chunks, places)
+        numbers = [number for number, there in enumerate(on) if there == place]
         stages = [ScheduledStage(LOCAL, n, places * chunks, place, places, None, (), (), None) for n in numbers]  # type: ignore[arg-type] # sends nothing
         found.append(order_of(_torch_schedule(schedule, stages, microbatches), stages, microbatches))
     return found
@@ -47,17 +48,19 @@ def orders(schedule: str, places: int, chunks: int, microbatches: int) -> list[l
 
 def cases() -> Iterator[tuple[str, int, int, int]]:
     for schedule, places, microbatches in itertools.product(SCHEDULES, range(1, 5), range(1, 7)):
-        for chunks in (2, 3) if schedule == "interleaved" else (1,):
-            looped = schedule in ("interleaved", "zero_bubble")
-            if not looped or microbatches % max(1, microbatches // places) == 0:
+        row = SCHEDULES[schedule]
+        if places == 1 and row.turns_back:
+            continue
+        for chunks in (row.num_chunks,) if row.num_chunks else (2, 3) if row.has_chunks else (1,):
+            if not row.makes_rounds or microbatches % max(1, microbatches // places) == 0:
                 yield schedule, places, chunks, microbatches
 
 
-def channels(places: int, chunks: int, apart: range) -> list[Channel]:
+def channels(schedule: str, places: int, chunks: int, apart: range) -> list[Channel]:
     """From each stage to those that are so far apart."""
-    count = places * chunks
+    count, on = places * chunks, SCHEDULES[schedule].in_turn(range(places), chunks)
     pairs = [(a, b) for b in range(count) for a in range(b) if b - a in apart]
-    sides = [Side((stage % places,), (), ()) for stage in range(count)]
+    sides = [Side((place,), (), ()) for place in on]
     return [
         Channel(n, Received(f"t{n}", (), torch.float32, "", a, 0, ""), b, sides[a], sides[b])
         for n, (a, b) in enumerate(pairs)
@@ -67,8 +70,8 @@ def channels(places: int, chunks: int, apart: range) -> list[Channel]:
 class Rank:
     """What it starts, pass by pass, and what it waits for."""
 
-    def __init__(self, place: int, order: list[Turn], known: list[Channel], places: int, is_bound: bool) -> None:
-        self.place, self.order, self.known, self.places, self.is_bound = place, order, known, places, is_bound
+    def __init__(self, place: int, order: list[Turn], known: list[Channel], on: list[int], is_bound: bool) -> None:
+        self.place, self.order, self.known, self.on, self.is_bound = place, order, known, on, is_bound
         self.queues: dict[str, list[Message]] = defaultdict(list)
         self.arrivals = Arrivals(order, self._receive)
         self.at = 0
@@ -88,8 +91,8 @@ class Rank:
         for channel in self.known:
             here, there = channel.target, channel.received.source
             ends = (there, here) if is_forward else (here, there)
-            if ends[is_received] == turn.stage and ends[0] % self.places != ends[1] % self.places:
-                sender, receiver = (end % self.places for end in ends)
+            if ends[is_received] == turn.stage and self.on[ends[0]] != self.on[ends[1]]:
+                sender, receiver = (self.on[end] for end in ends)
                 name = group_name(channel, is_forward)
                 group = name if self.is_bound else f"{name} {self._pair(sender, receiver)}"
                 yield Message(group, sender, receiver, channel.number, turn.microbatch)
@@ -120,9 +123,9 @@ def run(schedule: str, places: int, chunks: int, microbatches: int, apart: range
 
     Returns how many passes are left when nothing moves any more.
     """
-    known = channels(places, chunks, apart)
+    known, on = channels(schedule, places, chunks, apart), SCHEDULES[schedule].in_turn(range(places), chunks)
     rows = orders(schedule, places, chunks, microbatches)
-    ranks = [Rank(place, order, known, places, is_bound) for place, order in enumerate(rows)]
+    ranks = [Rank(place, order, known, on, is_bound) for place, order in enumerate(rows)]
     done: set[Message] = set()
     while True:
         moved = [rank.advance(done) for rank in ranks]
@@ -140,7 +143,9 @@ def run(schedule: str, places: int, chunks: int, microbatches: int, apart: range
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_rank_waits_for_ever(schedule: str, is_bound: bool) -> None:
     """Stages that send to the next, to the next two, or to all later ones."""
-    reaches = [1, 2, *([] if is_bound and schedule == "interleaved" else [99])]
+    row = SCHEDULES[schedule]
+    reaches = [1, *([] if is_bound and row.has_chunks and row.splits_backward else [2])]
+    reaches += [] if is_bound and row.has_chunks else [99]
     found = ((*case, range(1, reach + 1)) for case in cases() for reach in reaches if case[0] == schedule)
     assert not [case for case in found if run(*case, is_bound)]
 
@@ -166,7 +171,8 @@ def test_ranks_that_send_each_other_need_a_group_for_each_way(monkeypatch: pytes
 
 def test_orders_are_those_that_the_simulator_plays() -> None:
     for schedule, places, chunks, microbatches in cases():
-        stages_of = [[chunk * places + p for chunk in range(chunks)] for p in range(places)]
+        on = SCHEDULES[schedule].in_turn(range(places), chunks)
+        stages_of = [[stage for stage, place in enumerate(on) if place == p] for p in range(places)]
         played = schedules.turns(schedule, stages_of, microbatches, trains=True)
         names = {schedules.BACKWARD_INPUT: BACKWARD}
         expected = [[Turn(t.stage, names.get(t.direction, t.direction), t.microbatch) for t in row] for row in played]
