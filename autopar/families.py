@@ -10,6 +10,7 @@ memory each, the rest all of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
@@ -102,18 +103,26 @@ class _BlockRecomputation(NamedTuple):
     own_ns: int
     without_ns: int
 
+    @property
+    def bound_ns(self) -> int:
+        """What a step takes at least where all that is gathered and reduced hides."""
+        return self.without_ns + self.first * self.own_ns
+
 
 class Family:
     """The templates for a graph, each looked at once, and the fastest plan so far."""
 
-    def __init__(self, graph: Graph, plan: Plan, request: Request) -> None:
-        self.graph, self.searched, self.request = graph, plan, replace(request, budget=_BUDGET)
+    def __init__(self, graph: Graph, plan: Plan | None, request: Request) -> None:
+        """plan: what was found so far, if anything."""
+        self.graph, self.request = graph, replace(request, budget=_BUDGET)
+        self.is_tight = plan is not None and (plan.microbatches > 1 or bool(plan.recompute))
         self.profile = load_profile(request.mesh.profile)
         self.blocks = find_blocks(graph, request.constraints)
         self.paths = tuple(path for group in self.blocks.paths for path in group)
         self.folded = fold(graph, self.blocks, block_layers(graph, self.paths))
         self.shared = self.profile.shared_by(request.mesh.devices_per_node)
-        self.best_ns, self.limit = plan.predicted.step_time_ns, request.memory_limit or self.shared.usable_bytes
+        self.best_ns: float = math.inf if plan is None else plan.predicted.step_time_ns
+        self.limit = request.memory_limit or self.shared.usable_bytes
         self.found: list[tuple[str, ShortPlace, Plan]] = []
         self.rows: list[Tried] = []
         self._beyond: list[float] = []  # of what was played, so many times the least a step took
@@ -147,34 +156,33 @@ class Family:
         one = Template(dp, tp, 3 if dp > 1 else 0)
         if not counts:
             return True
-        least_ns, fitting_ns = self._look_at(one, counts)
-        if tp > 1 and self._likely_ns(fitting_ns) <= ALIKE * self.best_ns:
+        least_ns = self._look_at(one, counts)
+        if tp > 1 and self._likely_ns(least_ns) <= ALIKE * self.best_ns:
             self._look_at(replace(one, sequence_parallel=True), counts)
         return tp == 1 or self._likely_ns(least_ns) <= ALIKE * self.best_ns
 
-    def _look_at(self, family: Template, counts: Sequence[int]) -> tuple[int, int]:
-        """What a step takes at least in any number of microbatches; and with what must be computed again for it to fit.
+    def _look_at(self, family: Template, counts: Sequence[int]) -> int:
+        """What a step takes at least in any number of microbatches.
 
         Looks at a template with nothing computed again, in these numbers until it fits; then with attention or all
         computed again of as many blocks as it takes, in the number of microbatches that is estimated to be fastest.
         """
-        is_tight = self.searched.microbatches > 1 or bool(self.searched.recompute)
-        first = replace(family, microbatches=_first_of(counts) if is_tight else counts[0])
+        first = replace(family, microbatches=_first_of(counts) if self.is_tight else counts[0])
         try:
             known = _KnownTemplate(self.place(first))
         except AutoparError as error:
             self._refuse(first, str(error))
-            return 0, 0
+            return 0
         least_ns = known.least_ns
         if self._is_slower(family, least_ns):
-            return least_ns, least_ns
+            return least_ns
         if any(self._with_less_sharded(replace(family, microbatches=count), known) for count in counts):
-            return least_ns, least_ns
+            return least_ns
         recomputations = self._recomputations(family, counts, known) if self.request.mode == "train" else []
         for recomputation in recomputations:
-            if self._is_slower(recomputation.template, recomputation.least_ns) or self._recomputed(recomputation):
+            if self._is_slower(recomputation.template, recomputation.bound_ns) or self._recomputed(recomputation):
                 break
-        return least_ns, recomputations[0].least_ns if recomputations else least_ns
+        return least_ns
 
     def _likely_ns(self, least_ns: int) -> float:
         """What a step takes if it is half as much beyond the least as those that were played."""
@@ -255,7 +263,8 @@ class Family:
             more = _blocks_for(above, recomputation.saved, every)
             gained = -more * recomputation.own_ns
             if above <= 0 and (
-                gained < LEAST_GAIN * self.best_ns or plan.predicted.step_time_ns - gained >= self.best_ns
+                gained < LEAST_GAIN * min(self.best_ns, plan.predicted.step_time_ns)
+                or plan.predicted.step_time_ns - gained >= self.best_ns
             ):
                 break
             count = min(every, max(1, count + more))
@@ -320,10 +329,10 @@ class Family:
 
 
 def faster_templates(
-    graph: Graph, plan: Plan, request: Request
+    graph: Graph, plan: Plan | None, request: Request
 ) -> tuple[list[Tried], Iterator[tuple[Outline, Plan, Callable[[], Plan]]]]:
-    """Templates for a plan's graph that may be faster than it: a row of the report for each that was looked at, and of
-    those that fit the outline, the plan, and what states it for the step."""
+    """Templates of a graph that may be faster than a plan, if there is one: a row of the report for each that is looked
+    at, and of those that fit the outline, the plan, and what states it for the step."""
     family = Family(graph, plan, request)
     family.look()
     found = ((place.outline, plan, partial(_stated, name, place, plan)) for name, place, plan in family.found)

@@ -35,7 +35,7 @@ from autopar.passes.place import place
 from autopar.passes.refine import refine
 from autopar.passes.rewrite import rewrite
 from autopar.passes.stage import stage
-from autopar.passes.template import template
+from autopar.passes.template import outset, template
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Ended, Report, reporting_passes
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
@@ -46,6 +46,7 @@ from autopar.template import check_hsdp, template_axes, template_ranks
 from autopar.trace import held_against_eager, trace, with_loss
 
 PASSES = (
+    outset,  # a graph → on many devices, templates of one stage that people run, which bound the rest
     stage,  # a graph → plans of stages on equal submeshes: placements by ILP, layers by dynamic programming   Alpa
     place,  # a graph → plans of one stage on every logical mesh, ZeRO storage and recomputation among them    Alpa
     balance,  # a graph → on unequal devices, shares of each batch by speed

@@ -4,6 +4,8 @@ None of them decides whether a plan is right or fits: only how long is looked, a
 the budget are of counted work (`autopar.clock`), and bind on large models alone; most searches end before.
 """
 
+from fractions import Fraction
+
 # work: what searches do is counted, in seconds that it takes on an idle core ----------------------------------------
 
 GUARD = 60.0
@@ -66,6 +68,9 @@ that differ by less; half as many may share out a layer more to the stage that i
 HULL_HALVINGS = 3
 """Of the hull of time against memory, towards the fastest placements that fit. Halved, plans near the limit of memory
 are up to a quarter of the hull from the best there; doubled, twice as many ways are played."""
+BESIDE_KNOWN = 1.1
+"""Stages that would take so many times a plan that is known, a template, are not looked at further, nor simulated. At
+1.03, what estimates cannot tell apart is left out; at 1.2, a third more is solved and simulated on many devices."""
 HOPELESS = 1.03
 """A setting whose fastest placements would take so many times the best estimate is not looked at further. At 1, what
 estimates cannot tell apart is left out; at 1.06, more settings are traded against memory for nothing."""
@@ -228,3 +233,8 @@ CHEAP_MOVES, CHEAP_FLOPS = 8, 32
 then, and computes at most so much for each element that it makes. Moves halved, rotated positions and chains of
 products stay; doubled, more of such chains is made again, for less memory each. FLOPs halved or doubled change nothing:
 norms and activations are far below, matrix products and attention far above but in the smallest of models."""
+LEVEL_PRICES = {"selective": Fraction(1, 4), "extensive": Fraction(2)}
+"""What the search computes again of layers, between nothing and all: operators that cost at most so many times what a
+byte does on average where all of a block is computed again. Between them layers are mixed, so that two are enough: of
+transformers, norms and activations cost a tenth of the average and less, products about as much as it, attention of
+long sequences a few times as much. Halved, products are kept but in the extensive one; doubled, attention is not."""

@@ -131,7 +131,7 @@ class ProfiledCosts:
 
     def _share(self, node: Node) -> float:
         """The part of a node's instances that runs again for the backward pass."""
-        return self.again.of(node.scope.module) if self.train else 0.0
+        return self.again.of_operator(node) if self.train else 0.0
 
     def _inner_ns(self, node: Node, strategy: Strategy) -> tuple[int, int]:
         """What the operator communicates inside, forward and backward."""
@@ -168,7 +168,7 @@ class ProfiledCosts:
         for node in self.graph.nodes:
             again, kept = self._share(node), dict[Saved, float]()
             saved = saved_values(node, self.graph, self.profile.device_type)
-            shares = ((v, 1 if isinstance(v, Extra) and v.is_number else 1 - again) for v in saved)
+            shares = ((v, self._kept_share(node, v)) for v in saved)
             for value, share in (*(pair for pair in shares if pair[1]), *((v, again) for v in self._entering(node))):
                 root = None if isinstance(value, Extra) else storage_root(value, self.graph)
                 if root not in known or value in kept:
@@ -178,9 +178,20 @@ class ProfiledCosts:
             found[node.name] = tuple(kept.items())
         return found
 
+    def _kept_share(self, node: Node, saved: Saved) -> float:
+        """In which part of a node's instances it keeps something: not where its module runs again, nor what is made
+        again by itself."""
+        if isinstance(saved, Extra):
+            return 1 if saved.is_number else 1 - self._share(node)
+        maker = self.graph.producers.get(storage_root(saved, self.graph))
+        kept = 1 - self.again.of(node.scope.module) if self.train else 1.0
+        return kept if maker is None else kept * (1 - self.again.by_itself(maker))
+
     def _entering(self, node: Node) -> list[str]:
-        """What the operator reads from outside of the recomputed module that it is in."""
-        makers = ((name, self.graph.producers[name]) for name in node.operands if name in self.graph.producers)
+        """What the operator reads from outside of the recomputed module that it is in, or of operators beside it."""
+        makers = [(name, self.graph.producers[name]) for name in node.operands if name in self.graph.producers]
+        if self.again.by_itself(node):
+            return [name for name, maker in makers if not self.again.by_itself(maker)]
         return [name for name, maker in makers if self.again.is_entered(node.scope.module, maker.scope.module)]
 
     def convert_ns(self, tensor: Tensor, sources: list[Placement], targets: list[Placement]) -> Times:

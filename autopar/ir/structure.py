@@ -56,12 +56,17 @@ def constant_tensors(graph: Graph) -> set[str]:
 
     In training on no parameter either; in inference as `made_once` says.
     """
+    return set(_constants(graph))
+
+
+@found_once
+def _constants(graph: Graph) -> frozenset[str]:
     kept = {s.tensor: s.kind for s in graph.stored if s.name not in graph.mutations}
     parameters = {tensor for tensor, kind in kept.items() if kind == "parameter"}
     given = kept.keys() - parameters
     known = given | parameters if graph.inference else given
     ends = {*graph.outputs, *graph.mutations.values()}
-    return given | made_once(graph.nodes, known, parameters, lambda name: graph.tensors[name].num_bytes, ends)
+    return frozenset(given | made_once(graph.nodes, known, parameters, lambda n: graph.tensors[n].num_bytes, ends))
 
 
 def folded_tensors(graph: Graph) -> set[str]:

@@ -25,10 +25,10 @@ def stage(front: Front, context: Context) -> Iterator[Candidate]:
         if asked.outline is not None:
             yield from context.near(asked, partial(_near, asked, asked.outline, context))
         elif not context.keeps_one_stage(asked.graph):
-            clock = Clock.of(0.0)
+            clock, known = Clock.of(0.0), front.best_of(asked)
             finalists = searched_stages(
                 asked.graph, context.blocks(asked.graph), context.asked_of(asked), context.profile, context.progress,
-                context.noting(asked),
+                context.noting(asked), None if known is None else known.step_ns,
             )  # fmt: skip
             front.kept["stage", asked] = finalists
             yield from _candidates(asked, finalists)

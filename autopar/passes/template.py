@@ -1,6 +1,7 @@
 """template: templates of one stage that people run → those that fit, so that none of one line beats the answer.
 
-Which of them may be faster, and are played, is decided in `autopar.families`.
+Which of them may be faster, and are played, is decided in `autopar.families`. On many devices they come first: the
+search for stages leaves out what is far slower than the best of them.
 """
 
 from __future__ import annotations
@@ -9,17 +10,33 @@ from collections.abc import Iterator
 
 from autopar.driver import Candidate, Context, Front, of_plan
 from autopar.families import faster_templates
+from autopar.ir.plan import Plan
 from autopar.request import Request
+from autopar.tunables import FEW_DEVICES
+
+
+def outset(front: Front, context: Context) -> Iterator[Candidate]:
+    """The same before stages are looked for, where that takes long: they are bounded by the best template."""
+    if front.round == 1 and _bounds_stages(context):
+        yield from _faster(front, context, None)
 
 
 def template(front: Front, context: Context) -> Iterator[Candidate]:
     """Templates of the model's own graph that may be faster than its best plan, where constraints leave them open."""
     best = front.best_of(front.given) if front.round == 1 else None
-    if best is None or not _is_open(context.request):
-        return
-    rows, found = faster_templates(best.graph, best.plan, context.request)
-    context.rows += rows
-    yield from (of_plan(front.given, *one) for one in found)
+    if best is not None and not _bounds_stages(context):
+        yield from _faster(front, context, best.plan)
+
+
+def _faster(front: Front, context: Context, plan: Plan | None) -> Iterator[Candidate]:
+    if _is_open(context.request):
+        rows, found = faster_templates(front.given.graph, plan, context.request)
+        context.rows += rows
+        yield from (of_plan(front.given, *one) for one in found)
+
+
+def _bounds_stages(context: Context) -> bool:
+    return context.looks_for_stages and context.request.mesh.num_devices > FEW_DEVICES
 
 
 def _is_open(request: Request) -> bool:

@@ -32,17 +32,20 @@ from autopar.trace import Blocks
 
 def searched_stages(
     graph: Graph, blocks: Blocks, request: Request, profile: Profile, progress: Report | None,
-    note: Callable[[Tried], None],
+    note: Callable[[Tried], None], than_ns: float | None = None,
 ) -> Finalists:  # fmt: skip
-    """What is found of one stage or several, in all settings. note: takes a row for each plan that is simulated."""
+    """What is found of one stage or several, in all settings. note: takes a row for each plan that is simulated.
+
+    than_ns: what a plan takes that is known; what is estimated to be far slower is looked at no further.
+    """
     with without_collector():
-        search = StagedSearch(Layered(graph, blocks, request, profile))
+        search = StagedSearch(Layered(graph, blocks, request, profile), than_ns)
         with reporting(progress, len(search.shapes)) as report:
             found = search.run(report)
             is_too_large = bool(found) and all(candidate.peak_bytes > search.admitted for candidate in found)
             if is_too_large and not is_interrupted():
                 # What all layers read, such as a mask, may be what does not fit when it is counted with each of them.
-                search = StagedSearch(Layered(graph, blocks, request, profile, constants_once=True))
+                search = StagedSearch(Layered(graph, blocks, request, profile, constants_once=True), than_ns)
                 found = search.run(report)
             found += mixed(search.layered, found, search.clock)
         return Finalists(search, found, note)

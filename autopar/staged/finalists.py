@@ -21,7 +21,7 @@ from autopar.staged.mixing import keeping_more
 from autopar.staged.search import StagedSearch
 from autopar.staged.ways import EstimatedStages, StageStrategy
 from autopar.staging import cut
-from autopar.tunables import CORRECTIONS, FINALISTS, LIKE_BORDERS, MOST_FINALISTS, QUICK_S
+from autopar.tunables import BESIDE_KNOWN, CORRECTIONS, FINALISTS, LIKE_BORDERS, MOST_FINALISTS, QUICK_S
 
 
 class Finalists:
@@ -31,7 +31,8 @@ class Finalists:
         self, search: StagedSearch, found: Sequence[EstimatedStages], note: Callable[[Tried], None]
     ) -> None:  # fmt: skip
         self.search, self.layered, self.request = search, search.layered, search.request
-        self.found = sorted(found, key=lambda candidate: candidate.step_ns)
+        near = (candidate for candidate in found if candidate.step_ns <= BESIDE_KNOWN * search.known_ns)
+        self.found = sorted(near, key=lambda candidate: candidate.step_ns)
         self._note = note
         self._simulator = cache(self._new_simulator)
 

@@ -11,11 +11,11 @@ import numpy as np
 
 from autopar.clock import worked
 from autopar.cost import Profile
-from autopar.errors import PlanError
+from autopar.cost.compute import node_time_ns
 from autopar.interop import Folded, Layers, StageKind, balanced_layers, block_layers, fold
 from autopar.intraop import Sends
 from autopar.ir.constraint import may_run
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Axis
 from autopar.ir.structure import batch_inputs
@@ -28,10 +28,10 @@ from autopar.simulate.cores import part_of_step, sharing_of
 from autopar.staged.ends import ModelEnds, ends_of
 from autopar.staged.ways import EstimatedStages, Setting, StageStrategy
 from autopar.staging import cut, node_times_ns
-from autopar.template import template_constraints, template_recompute
+from autopar.template import template_constraints
 from autopar.trace import Blocks
 from autopar.tunables import CORE_STEPS, KIND_S, MOST_LAYERS, PEAK_SLACK
-from autopar.zero import pinned_modules, recomputable
+from autopar.zero import joined, pinned_modules, recomputable, selective_levels
 
 
 class Layered:
@@ -59,6 +59,15 @@ class Layered:
         self.short_part, self.part = cache(self._short_part), cache(self._part)
         self.short_place, self.kind = cache(self._short_place), cache(self._kind)
         self._layer_simulator = cache(self._new_layer_simulator)
+
+    @cached_property
+    def least_ns(self) -> float:
+        """What a step computes at least, shared out evenly over all devices. Nothing where ranks leave each other
+        cores, or only go forward."""
+        if self.shares_cores or self.request.mode != "train":
+            return 0.0
+        copies, times = self.folded.copies, node_times_ns(self.folded.graph, self.shared)
+        return sum(time * copies.get(name, 1) for name, time in times.items()) / self.request.mesh.num_devices
 
     def _short_part(self, microbatches: int) -> DividedGraph:
         return replace(divided(self.folded.graph, self.blocks, microbatches), copies=self.folded.copies)
@@ -167,7 +176,7 @@ class Layered:
 
     @cached_property
     def recomputations(self) -> Mapping[str, tuple[str, ...]]:
-        """Module paths by name, the fewest first; those that the model has nothing for are left out.
+        """What is computed again, as plans say it, by name, the least first; what there is none of is left out.
 
         Where constraints say what is computed again, that alone.
         """
@@ -176,13 +185,15 @@ class Layered:
         pinned = pinned_modules(recomputable(self.graph, self.paths), self.request.constraints)
         if pinned is not None:
             return {"pinned": pinned}
-        found = {}
-        for name in ("none", "block", "full"):
-            try:
-                found[name] = template_recompute(self.graph, self.paths, name)
-            except PlanError:
-                continue
-        return found
+        levels = selective_levels(self.graph, self.paths, self._forward_ns, self.profile.device_type)
+        full = joined(recomputable(self.graph, self.paths).full)
+        return {"none": (), **levels, **({"full": full} if full else {})}
+
+    def _forward_ns(self, node: Node) -> int:
+        """Of an operator on one device."""
+        tensors = self.graph.tensors
+        operands, results = (tuple(tensors[n].shape for n in names) for names in (node.operands, node.results))
+        return node_time_ns(node, operands, results, tensors, self.shared)[0]
 
     @cached_property
     def path_of_layer(self) -> list[str]:

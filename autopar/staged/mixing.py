@@ -2,7 +2,7 @@
 
 For the numbers of microbatches of the best candidates of equal stages, the ways that were found for submeshes of about
 their size are kinds of one dynamic programme (`interop.best_stages`), each with every recomputation. Where stages
-compute layers again, as many layers of each as memory allows are kept after that, the last ones first.
+compute layers again, as many layers of each as memory allows compute less again after that, or nothing, the last.
 """
 
 from __future__ import annotations
@@ -98,21 +98,23 @@ def _candidates(
 
 @dataclass(frozen=True)
 class _MixedStage:
-    """A stage of layers [begin, end), of which the last are kept: what it costs when they are, and when none is."""
+    """A stage of layers [begin, end), of which the last compute less again (`name`): what it costs when they do, and
+    when none does."""
 
+    name: str
     again: StageKind
-    plain: StageKind
+    less: StageKind
     begin: int
     end: int
     in_flight: int
 
     def time_ns(self, kept: int) -> int:
         border = self.end - kept
-        return int(self.again.time_ns[self.begin : border].sum() + self.plain.time_ns[border : self.end].sum())
+        return int(self.again.time_ns[self.begin : border].sum() + self.less.time_ns[border : self.end].sum())
 
     def peak_bytes(self, kept: int) -> int:
         border = self.end - kept
-        parts = [(self.again, self.begin, border), (self.plain, border, self.end)]
+        parts = [(self.again, self.begin, border), (self.less, border, self.end)]
         parts = [part for part in parts if part[1] < part[2]]
         held = sum(
             int(kind.resident_bytes[first:last].sum() + self.in_flight * kind.activation_bytes[first:last].sum())
@@ -121,15 +123,20 @@ class _MixedStage:
         return held + max(int(kind.workspace_bytes[first:last].max()) for kind, first, last in parts)
 
     def most_kept(self, admitted: int) -> int:
-        """Of how many layers nothing need be computed again, by estimates of up to so many bytes."""
-        if self.again is self.plain:
+        """Of how many layers less need be computed again, by estimates of up to so many bytes."""
+        if self.again is self.less:
             return self.end - self.begin
         sizes = range(self.end - self.begin, 0, -1)
         return next((kept for kept in sizes if self.peak_bytes(kept) <= admitted), 0)
 
+    def recompute(self, kept: int) -> list[str]:
+        """Of each layer."""
+        return [self.again.key.recompute] * (self.end - self.begin - kept) + [self.name] * kept
+
 
 def keeping_more(layered: Layered, candidate: EstimatedStages, admitted: int) -> EstimatedStages | None:
-    """The candidate with as few layers computed again as estimates of so many bytes allow; None where it has none less.
+    """The candidate with as few layers computed again, or as little of them, as estimates of so many bytes allow; None
+    where that is no faster.
 
     The sum of all stages' times gets less, and the slowest's, which every other microbatch waits for.
     """
@@ -138,32 +145,41 @@ def keeping_more(layered: Layered, candidate: EstimatedStages, admitted: int) ->
         return None
     if row.has_chunks:
         return chunks_keeping_more(layered, candidate, admitted)
-    stages = _stages(layered, candidate)
-    before = [sum(candidate.recompute[n] == "none" for n in range(stage.begin, stage.end)) for stage in stages]
-    kept = [max(now, stage.most_kept(admitted)) for now, stage in zip(before, stages, strict=True)]
-    if kept == before:
+    before, after = [], []
+    for number in range(len(candidate.ways)):
+        options = _options(layered, candidate, number)
+        now = _as_it_is(options, candidate)
+        most = [(option, option.most_kept(admitted)) for option in options]
+        before.append(now)
+        after.append(min(now, *most, key=lambda pair: pair[0].time_ns(pair[1])))
+    if before == after:
         return None
-    times = [[stage.time_ns(n) for stage, n in zip(stages, numbers, strict=True)] for numbers in (before, kept)]
+    times = [[stage.time_ns(kept) for stage, kept in pairs] for pairs in (before, after)]
     faster = sum(times[0]) - sum(times[1]) + (candidate.microbatches - 1) * (max(times[0]) - max(times[1]))
-    again = [
-        name
-        for way, stage, count in zip(candidate.ways, stages, kept, strict=True)
-        for name in [way.recompute] * (stage.end - stage.begin - count) + ["none"] * count
-    ]
+    again = tuple(name for stage, kept in after for name in stage.recompute(kept))
     step = candidate.step_ns - round(layered.part_of_candidate(candidate) * faster)
     return replace(
-        candidate, recompute=tuple(again), step_ns=step, lower_bound_ns=min(step, candidate.lower_bound_ns),
-        peak_bytes=max(stage.peak_bytes(n) for stage, n in zip(stages, kept, strict=True)),
+        candidate, recompute=again, step_ns=step, lower_bound_ns=min(step, candidate.lower_bound_ns),
+        peak_bytes=max(stage.peak_bytes(kept) for stage, kept in after),
     )  # fmt: skip
 
 
-def _stages(layered: Layered, candidate: EstimatedStages) -> list[_MixedStage]:
-    of_layer, count = candidate.stage_of_layer, len(candidate.ways)
+def _options(layered: Layered, candidate: EstimatedStages, number: int) -> list[_MixedStage]:
+    """A stage of which some layers may compute less again, in each way that there is."""
+    way, of_layer, count = candidate.ways[number], candidate.stage_of_layer, len(candidate.ways)
+    names = [*layered.recomputations]
+    begin, flying = of_layer.index(number), in_flight(candidate.schedule, count - number, candidate.microbatches)
     return [
         _MixedStage(
-            layered.kind(way), layered.kind(replace(way, recompute="none")), of_layer.index(number),
-            of_layer.index(number) + of_layer.count(number),
-            in_flight(candidate.schedule, count - number, candidate.microbatches),
+            name, layered.kind(way), layered.kind(replace(way, recompute=name)), begin, begin + of_layer.count(number),
+            flying,
         )
-        for number, way in enumerate(candidate.ways)
+        for name in names[: max(1, names.index(way.recompute))]
     ]  # fmt: skip
+
+
+def _as_it_is(options: Sequence[_MixedStage], candidate: EstimatedStages) -> tuple[_MixedStage, int]:
+    first = options[0]
+    names = candidate.recompute[first.begin : first.end]
+    stage = next((option for option in options if option.name == names[-1]), first)
+    return stage, names.count(stage.name)

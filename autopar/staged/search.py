@@ -33,6 +33,7 @@ from autopar.staged.ways import (
     largest_peak,
 )
 from autopar.tunables import (
+    BESIDE_KNOWN,
     BETWEEN,
     FEW_DEVICES,
     FIRST_LOOK_SHARE,
@@ -72,7 +73,8 @@ class _Look(NamedTuple):
 class StagedSearch:
     """Looks at settings, and keeps what the best estimate is and why it stopped."""
 
-    def __init__(self, layered: Layered) -> None:
+    def __init__(self, layered: Layered, than_ns: float | None = None) -> None:
+        """than_ns: what a plan takes that is known."""
         self.layered, self.request = layered, layered.request
         self.chunks = Chunks(layered)
         self.admitted = layered.admitted
@@ -80,7 +82,8 @@ class StagedSearch:
         self.clock = Clock.of(self.request.budget.seconds)
         self.refusal = InfeasibleError("expected a strategy for every operator, found none")
         self._solver = SOLVE_SHARE * self.request.budget.seconds, self.request.budget.seed
-        self._best_ns = _NEVER
+        self.known_ns = math.inf if than_ns is None else than_ns
+        self._best_ns = int(min(_NEVER, BESIDE_KNOWN * self.known_ns))
         self._known: dict[Setting, _Look] = {}
         self._floors: list[tuple[int, Setting]] = []  # of what was looked at, by time
         self._hidden = 1.0  # the least share of all costs in a row that an estimate was
@@ -116,7 +119,7 @@ class StagedSearch:
         """Everything that was looked at in time, the fastest by estimate first."""
         clock = self.clock.part(STAGE_SHARE)
         for size, axes in self._by_first_look(clock.part(FIRST_LOOK_SHARE)):
-            if self._candidates and clock.is_over:
+            if clock.is_over and (self._candidates or self.known_ns < math.inf):
                 self.stop_reason = clock.stop_reason
                 break
             here = self._climb(size, axes)
@@ -258,12 +261,16 @@ class StagedSearch:
     def _found_in(self, setting: Setting, is_near: bool) -> _Look:
         """The variants and schedules of a setting that may be the best.
 
-        Its floor is what the fastest placements would take if they fitted. Where that is no better than the best so
-        far, nothing else is looked at; where even all costs in a row are far from it, not even that, unless the setting
-        is next to the best.
+        Its floor is what the fastest placements would take if they fitted. Where all that is computed, shared out
+        evenly, takes longer than the best so far, no placements are looked for. Where the floor is no better than the
+        best, nothing else is looked at; where even all costs in a row are far from it, not even that, unless the
+        setting is next to the best.
         """
-        place = self.layered.place_of(setting)
         stages, count = setting.num_stages, setting.microbatches
+        computed = int(self.layered.least_ns * self._fewest_passes(stages, count) / count)
+        if computed >= min(self.known_ns, self._best_ns):
+            return _Look(computed, _NEVER, [])
+        place = self.layered.place_of(setting)
         try:
             curve = place.placements.trade_offs(min(stages, count), *self._solver)
             fastest = curve.fastest()
@@ -308,7 +315,7 @@ class StagedSearch:
         if self._least(found) == _NEVER:
             return found
         for recompute in self.layered.recomputations:
-            limits = curve if recompute != "full" else replace(curve, in_flight=0)
+            limits = replace(curve, in_flight=0) if recompute in ("extensive", "full") else curve
             found += self._fitted(setting, limits, (fastest, smallest), recompute, self._least(found))
         return found
 

@@ -11,6 +11,7 @@ from autopar.zero.recomputation import (
     pinned_modules,
     recomputable,
 )
+from autopar.zero.selective import selective_levels
 from autopar.zero.storage import storage_options
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "joined",
     "pinned_modules",
     "recomputable",
+    "selective_levels",
     "storage_options",
 ]

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 import networkx as nx
 
@@ -27,7 +28,7 @@ from autopar.ir.graph import IDENTITY, Graph, Node
 from autopar.ir.recompute import operator_call, refusal_again
 from autopar.ir.structure import block_paths, constant_tensors
 from autopar.ops.saved import Extra
-from autopar.tunables import CHEAP_FLOPS, CHEAP_MOVES
+from autopar.tunables import CHEAP_FLOPS, CHEAP_MOVES, LEVEL_PRICES
 
 AGAIN, KEPT = "computed again", "kept"
 Time = Callable[[Node], int | None]
@@ -72,6 +73,11 @@ class BlockTrade:
         """What it takes to compute these again."""
         chosen = set(again)
         return sum(operator.time for operator in self.operators if operator.name in chosen)
+
+    @property
+    def average(self) -> Fraction:
+        """What a byte costs that is freed by computing everything again."""
+        return Fraction(sum(operator.time for operator in self.operators), max(1, self.kept_bytes(())))
 
     def best(self, price: Fraction) -> frozenset[str]:
         """What to compute again where a byte that is kept costs so much; the fewest of equal choices."""
@@ -153,28 +159,45 @@ def _maker(graph: Graph, root: str, times: dict[str, int]) -> str | None:
 def selective(graph: Graph, paths: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Of each block, the operators that are cheap to compute again for what that frees: norms, activations, elementwise
     products, copies; no matrix products and no attention."""
-    return chosen_operators(graph, paths, lambda node: _moved_bytes(graph, node), [Fraction(CHEAP_MOVES)])[0]
+    return chosen_operators(graph, paths, partial(_moved_bytes, graph), lambda trade: [Fraction(CHEAP_MOVES)])[0]
+
+
+def selective_levels(graph: Graph, paths: Sequence[str], time: Time, device: str) -> dict[str, tuple[str, ...]]:
+    """Choices on the hull of all blocks, by name, the one that computes least again first; those that are equal once.
+
+    Their prices are parts of what a byte costs on average that is freed by computing all of a block again. time: of one
+    forward, in ns.
+    """
+    chosen = chosen_operators(
+        graph, paths, time, lambda trade: [part * trade.average for part in LEVEL_PRICES.values()]
+    )
+    joined = (tuple(name for block in blocks for name in block) for blocks in chosen)
+    found: dict[str, tuple[str, ...]] = {}
+    for name, operators in zip(LEVEL_PRICES, joined, strict=True):
+        if operators and operators not in found.values():
+            found[name] = operators
+    return found
 
 
 def chosen_operators(
-    graph: Graph, paths: Sequence[str], time: Time, prices: Sequence[Fraction], device: str = "cuda"
-) -> list[tuple[tuple[str, ...], ...]]:
+    graph: Graph, paths: Sequence[str], time: Time, prices: Callable[[BlockTrade], Sequence[Fraction]],
+    device: str = "cuda",
+) -> list[tuple[tuple[str, ...], ...]]:  # fmt: skip
     """For each price of a byte, and each block, what to compute again, as a plan names it. paths: of the blocks."""
     inside: dict[str, list[Node]] = {path: [] for path in paths}
     for node in graph.nodes:
         if (path := node.scope.outermost(inside)) is not None:
             inside[path].append(node)
     known: dict[Hashable, list[list[int]]] = {}
-    found: list[list[tuple[str, ...]]] = [[] for _ in prices]
+    found: list[list[tuple[str, ...]]] = []
     for nodes in inside.values():
         trade = block_trade(graph, nodes, time, device)
         form = _form(trade, nodes)
         if form not in known:
-            best = [trade.best(price) for price in prices]
+            best = [trade.best(price) for price in prices(trade)]
             known[form] = [[n for n, node in enumerate(nodes) if node.name in names] for names in best]
-        for numbers, blocks in zip(known[form], found, strict=True):
-            blocks.append(tuple(operator_call(nodes[n]) for n in numbers))
-    return [tuple(blocks) for blocks in found]
+        found.append([tuple(operator_call(nodes[n]) for n in numbers) for numbers in known[form]])
+    return list(zip(*found, strict=True)) or [(), ()]
 
 
 def _form(trade: BlockTrade, nodes: Sequence[Node]) -> Hashable:

@@ -1,8 +1,9 @@
 """The grid: what people write down of a configuration, and all of them that a row's devices and batch allow.
 
 dp × tp × pp = devices, tp 1 to 16, pp 1 to 32 in powers of two; microbatches: every number that divides a batch
-among dp; ZeRO 0 to 3 where dp > 1; sequence parallel where tp > 1; recomputation of nothing, of attention, of all;
-schedules with 1 chunk a submesh, or with 2, 4 and 8. Layers need not divide: the first and last stages have fewer.
+among dp; ZeRO 0 to 3 where dp > 1; sequence parallel where tp > 1; recomputation of nothing, of what is cheap, of
+attention, of all; schedules with 1 chunk a submesh, or with 2, 4 and 8. Layers need not divide: the first and last
+stages have fewer.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class Player:
         if found is None:
             return math.inf
         bubble = float(SCHEDULES[expert.schedule].bubble(expert.pp, count, expert.chunks)) if expert.pp > 1 else 0.0
-        again = {"none": 1.0, "block": 1.05, "full": 4 / 3}[expert.recompute]
+        again = {"none": 1.0, "selective": 1.05, "block": 1.05, "full": 4 / 3}[expert.recompute]
         return found.least_ns / expert.pp * (1 + bubble / count) * again
 
     def likely_bytes(self, expert: Expert) -> float:
