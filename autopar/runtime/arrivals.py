@@ -16,7 +16,7 @@ each other over one group is done in the order in which they started it; so
 
 Where the process group is bound to its device (`init_process_group(device_id=…)`), NCCL does everything of a group in
 order, whoever the other rank is. That is enough unless chunks in turn send to stages more than two apart, or, where
-their backward passes come in two parts, more than one.
+their backward passes come in two parts, more than one (`reach_when_bound`): such programs are refused there.
 
 A pass that was not foreseen receives when it begins.
 """
@@ -24,6 +24,7 @@ A pass that was not foreseen receives when it begins.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -45,6 +46,16 @@ class Turn(NamedTuple):
 def may_come_early(turn: Turn, following: Turn) -> bool:
     """Whether what the following pass of the rank reads may be received from the begin of this pass on."""
     return turn.direction != following.direction or turn.stage == following.stage
+
+
+def reach_when_bound(has_chunks: bool, in_two_parts: bool) -> float:
+    """How many stages further a tensor may be sent where the process group is bound to its device.
+
+    in_two_parts: whether backward passes are.
+    """
+    if not has_chunks:
+        return math.inf
+    return 1 if in_two_parts else 2
 
 
 class Arrivals:

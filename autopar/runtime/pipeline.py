@@ -19,7 +19,7 @@ from autopar.runtime.local import Local
 from autopar.runtime.mesh import Axis, RankMesh, make_submeshes, own_group, world_of
 from autopar.runtime.pipeline_state import Catalog, PipelineState, find_ties, make_catalog
 from autopar.runtime.rank import Microbatches, Rank
-from autopar.runtime.scheduled import ScheduledStage, foresee, make_schedule
+from autopar.runtime.scheduled import ScheduledStage, check_reach, foresee, make_schedule
 from autopar.runtime.transport import Channel, Transport, find_channels, group_names, num_ranks
 
 
@@ -34,6 +34,7 @@ class PipelineRank(Rank):
         count = max(stage.FIRST_RANK + num_ranks(stage) for stage in pipeline.STAGES)
         device, ranks = world_of(count, device_mesh, device, timeout_s)
         channels = find_channels(pipeline.STAGES)
+        check_reach(pipeline.SCHEDULE, len({s.FIRST_RANK for s in pipeline.STAGES}) < len(pipeline.STAGES), channels)
         world, *others = (own_group((tuple(ranks),), timeout_s, purpose) for purpose in ("", *group_names(channels)))
         groups = {name: group for name, group in zip(group_names(channels), others, strict=True) if group is not None}
         assert world is not None and len(groups) == len(others), "every rank has a stage"

@@ -7,11 +7,13 @@ itself when its passes begin (`arrivals`), and hands the schedule none to run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import (
@@ -22,7 +24,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B
 
-from autopar.runtime.arrivals import BACKWARD, BACKWARD_WEIGHT, FORWARD, Arrivals, Turn, Wait
+from autopar.runtime.arrivals import BACKWARD, BACKWARD_WEIGHT, FORWARD, Arrivals, Turn, Wait, reach_when_bound
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.local import Local
 from autopar.runtime.splitting import BackwardOutline, Root, SplitBackward
@@ -248,6 +250,27 @@ _LOOPED: dict[str, Any] = {
     "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
     "zero_bubble_v": ScheduleZBVZeroBubble,
 }
+
+
+_IN_TWO_PARTS = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
+
+
+def check_reach(name: str, has_chunks: bool, channels: Sequence[Channel]) -> None:
+    """Raises ProgramError where ranks of a schedule would wait for ever, bound to their devices (`arrivals`)."""
+    reach = reach_when_bound(has_chunks, _LOOPED.get(name) in _IN_TWO_PARTS) if is_bound() else math.inf
+    moving = [channel for channel in channels if channel.there.ranks != channel.here.ranks]
+    farthest = max((channel.target - channel.received.source for channel in moving), default=0)
+    if farthest > reach:
+        raise ProgramError(
+            f"expected chunks of schedule {name!r} to send at most {reach:g} stages on where the process group is bound"
+            f" to its device, found a tensor that is sent {farthest} stages on; call init_process_group without "
+            "device_id, or plan another schedule"
+        )
+
+
+def is_bound() -> bool:
+    """Whether the process group is bound to its device."""
+    return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
 
 
 _DIRECTIONS = {

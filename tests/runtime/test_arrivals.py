@@ -15,10 +15,19 @@ from torch import nn
 
 from autopar.ir import schedule as schedules
 from autopar.ir.schedule import SCHEDULES
-from autopar.runtime.arrivals import BACKWARD, BACKWARD_WEIGHT, FORWARD, Arrivals, Turn, may_come_early
+from autopar.runtime.arrivals import (
+    BACKWARD,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Arrivals,
+    Turn,
+    may_come_early,
+    reach_when_bound,
+)
 from autopar.runtime.crossing import Side
 from autopar.runtime.declare import Received
-from autopar.runtime.scheduled import ScheduledStage, _torch_schedule, order_of
+from autopar.runtime.errors import ProgramError
+from autopar.runtime.scheduled import ScheduledStage, _torch_schedule, check_reach, order_of
 from autopar.runtime.transport import Channel, group_name
 
 LOCAL: Any = SimpleNamespace(program=nn.Module(), mesh=SimpleNamespace(device=torch.device("cpu")))
@@ -144,10 +153,25 @@ def run(schedule: str, places: int, chunks: int, microbatches: int, apart: range
 def test_no_rank_waits_for_ever(schedule: str, is_bound: bool) -> None:
     """Stages that send to the next, to the next two, or to all later ones."""
     row = SCHEDULES[schedule]
-    reaches = [1, *([] if is_bound and row.has_chunks and row.splits_backward else [2])]
-    reaches += [] if is_bound and row.has_chunks else [99]
+    farthest = reach_when_bound(row.has_chunks, row.splits_backward) if is_bound else 99
+    reaches = [reach for reach in (1, 2, 99) if reach <= farthest]
     found = ((*case, range(1, reach + 1)) for case in cases() for reach in reaches if case[0] == schedule)
     assert not [case for case in found if run(*case, is_bound)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_programs_whose_ranks_would_wait_for_ever_are_refused(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the process group is bound to its device; elsewhere nothing is."""
+    row = SCHEDULES[schedule]
+    near, far = (channels(schedule, 4, 2, range(1, reach + 1)) for reach in (1, 3))
+    check_reach(schedule, row.has_chunks, far)
+    monkeypatch.setattr("autopar.runtime.scheduled.is_bound", lambda: True)
+    check_reach(schedule, row.has_chunks, near)
+    if row.has_chunks:
+        with pytest.raises(ProgramError, match="found a tensor that is sent 3 stages on"):
+            check_reach(schedule, row.has_chunks, far)
+    else:
+        check_reach(schedule, row.has_chunks, far)
 
 
 def test_what_comes_of_this_pass_is_not_received_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
