@@ -52,13 +52,18 @@ def embedding_bag(call: Call) -> list[AxisRule]:
 
 
 def bag_length(call: Call) -> int | None:
-    """The length of every bag, where row numbers came as a matrix; None where bags may differ."""
+    """The length of every bag, where row numbers came as a matrix; None where bags may differ.
+
+    A microbatch has its slice of the numbers at which the bags of the step begin.
+    """
     begin = _source(call, call.node.operands[2])
     if begin is None or begin.op != "aten.arange.start_step" or call.arguments["include_last_offset"]:
         return None
     start, end, step = begin.args[:3]
-    whole = start == 0 and end == call.shape(1)[0] == call.shape(2)[0] * step
-    return int(step) if whole else None
+    count = call.shape(2)[0]
+    (in_step,) = call.graph.made_shape(begin.results[0])
+    are_all = start == 0 and end == in_step * step and call.shape(1)[0] == count * step
+    return int(step) if are_all else None
 
 
 def _source(call: Call, name: str) -> Node | None:

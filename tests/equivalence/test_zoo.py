@@ -20,6 +20,7 @@ from tests.rank_pool import pool
 CASES = [
     *((model, plan) for model in zoo.STEP_NAMES for plan in planned.STEP_PLANS),
     *((model, "searched") for model in zoo.NAMES),
+    ("dlrm", "dp_microbatches"),  # bags, whose rules ask for the numbers at which those of the step begin
 ]
 
 

@@ -107,8 +107,10 @@ def test_equal_stages_cost_what_the_objective_says() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("count", "chunks", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 3, 4), (3, 2, 6), (2, 1, 1)])
 def test_in_flight_is_what_the_schedule_plays(schedule: str, count: int, chunks: int, microbatches: int) -> None:
-    chunks = chunks if schedule == "interleaved" else 1
-    stages_of = [[chunk * count + position for chunk in range(chunks)] for position in range(count)]
+    row = SCHEDULES[schedule]
+    chunks = (row.num_chunks or chunks) if row.has_chunks else 1
+    on = row.in_turn(range(count), chunks)
+    stages_of = [[stage for stage, place in enumerate(on) if place == position] for position in range(count)]
     for position, order in enumerate(turns(schedule, stages_of, microbatches, True)):
         held = np.cumsum([TAKEN[turn.direction] for turn in order])
         told = in_flight(schedule, count - position, microbatches, chunks, count)

@@ -35,7 +35,7 @@ FOUR = autopar.Mesh("h100", devices_per_node=4)
 def worlds(schedule: str, zero: int = 0) -> Worlds:
     """Two stages of two layers each, or in two chunks."""
     own = graph("deep gpt")
-    chunks = 3 if schedule == "interleaved" else 1
+    chunks = SCHEDULES[schedule].num_chunks or 3  # of those that have several
     plan = template_of_graph(own, FOUR, pp=2, dp=2, microbatches=2, schedule=schedule, chunks=chunks, zero=zero)
     return worlds_of(own, plan)
 
@@ -78,7 +78,7 @@ def test_a_walk_is_simulated_as_a_whole_simulation_would(schedule: str) -> None:
     stages, regathering = Incremental(own, profile), 0
     for plan in plans(schedule):
         assert not differences(simulate_whole(own, plan, profile), stages.timeline(plan))
-        if schedule == "zero_bubble":  # the second part of a backward pass asks for all parameters when it begins
+        if SCHEDULES[schedule].splits_backward:  # the second part asks for all parameters when it begins
             regathering += sum(any(kept.regather for kept in stage.storage.values()) for stage in plan.stages)
     assert stages.num_whole <= regathering
 

@@ -24,7 +24,7 @@ MESH = autopar.Mesh("h100", nodes=2, devices_per_node=8)
 @cache
 def graph() -> Graph:
     config = gpt.Config(
-        num_layers=4, hidden_size=512, num_heads=8, seq_len=256, vocab_size=8192, batch_size=64
+        num_layers=4, hidden_size=512, num_heads=8, seq_len=256, vocab_size=8192, batch_size=16
     )  # fmt: skip
     with torch.device("meta"):
         return trace(gpt.build(config), {k: v.to("meta") for k, v in gpt.example_inputs(config).items()})
