@@ -121,10 +121,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """For people."""
     said = ["| row | best of the grid | s | found | s | ratio | processor s |", "|---|---|---|---|---|---|---|"]
     for one in rows:
-        best = (one.get("grid") or {"best": []})["best"]
+        best = one["grid"]["best"] if "grid" in one else []
+        nothing = ("none fits" if "grid" in one else "not played", "")
         for search, found in one.get("searched", {}).items():
             ratio = f"{found['step_time_ns'] / best[0]['step_time_ns']:.3f}" if best else ""
-            name, step = (best[0]["expert"], f"{best[0]['step_time_ns'] / 1e9:.3f}") if best else ("none fits", "")
+            name, step = (best[0]["expert"], f"{best[0]['step_time_ns'] / 1e9:.3f}") if best else nothing
             said.append(
                 f"| {one['row']}, {search} | {name} | {step} | {found['plan']} | {found['step_time_ns'] / 1e9:.3f} "
                 f"| {ratio} | {found['processor_s']} |"
