@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar import runtime as rt
-from autopar.runtime import redistribute
+from autopar.runtime import randomness, redistribute
 from autopar.runtime.placement import local_slices, parse_placement
 from tests.rank_pool import RankPool
 
