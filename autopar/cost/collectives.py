@@ -37,12 +37,10 @@ from bisect import bisect_left
 from functools import lru_cache
 from typing import NamedTuple
 
-from autopar.cost.profile import CollectivePoints, Link, Profile, Waits, interpolate
+from autopar.cost.profile import ACROSS, INSIDE, LEVELS, CollectivePoints, Link, Profile, Waits, interpolate
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Axis, Placement, Shape
 from autopar.ir.redistribution import ItemSize, Step, apply, cheapest_path, transfer_bytes
-
-LEVELS = INSIDE, ACROSS = "intra_node", "inter_node"
 
 
 class Wire(NamedTuple):

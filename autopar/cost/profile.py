@@ -23,6 +23,7 @@ from autopar.errors import ProfileError
 from autopar.ir import reading
 
 FORMAT = 2
+LEVELS = INSIDE, ACROSS = "intra_node", "inter_node"
 NO_OVERLAP = 16.0  # compute all but stands still while a collective is in flight
 #: families that a profile may know apart from a wider one
 LIKE = {
@@ -247,7 +248,10 @@ class Link:
 
     Optional: `start_ns` of any collective; `low_latency`, a protocol of cheaper messages and less bandwidth;
     `pass_bandwidth`, at which a rank passes once over its own bytes; `bandwidth_by_ranks`, where the wiring gives
-    groups of different size different bandwidth; `node_bandwidth`, what all devices of a node can send together.
+    groups of different size different bandwidth; `node_bandwidth`, what all devices of a node can send together;
+    `compute_slowdown`, how many times longer compute takes while a collective of this level is in flight, and
+    `beside_compute`, how many times longer such a collective takes while its ranks compute; `call_ns`, what calling a
+    collective takes the host, which is in no other figure here.
     """
 
     level: str
@@ -259,6 +263,9 @@ class Link:
     pass_bandwidth: float | None = None
     bandwidth_by_ranks: tuple[tuple[int, float], ...] = ()
     node_bandwidth: float | None = None
+    compute_slowdown: float = 1.0
+    beside_compute: float = 1.0
+    call_ns: int = 0
 
     def bandwidth_of(self, ranks: int) -> float:
         """Bytes a second within a group of so many ranks of this level."""
@@ -330,6 +337,12 @@ class Profile:
     def link(self, level: str) -> Link:
         """The level's link, or the only one that the profile has."""
         return self.links.get(level) or next(iter(self.links.values()))
+
+    @cached_property
+    def slowdowns(self) -> Mapping[str, float]:
+        """How many times longer compute takes while a collective of a level is in flight, without levels of 1.0."""
+        found = {name: max(self.facts.overlap_slowdown, self.link(name).compute_slowdown) for name in LEVELS}
+        return {name: slowdown for name, slowdown in found.items() if slowdown > 1.0}
 
     def curve(self, family: str) -> OperatorCurve:
         """The family's curve, or that of the family that it is like; else it is taken for a pointwise operator."""

@@ -69,13 +69,15 @@ def case_of(name: str) -> Case:
 
 @cache
 def device(bandwidth: float, inter: float, alpha: float, speed: float, slowdown: float) -> Profile:
-    """An A100 with other links (bandwidth and start-up cost, across nodes too), computing speed, and overlap."""
+    """An A100 with other links (bandwidth and start-up cost, across nodes too), computing speed, and overlap: across
+    nodes collectives are slowed, too."""
     profile = load_profile("a100")
     factors = {"intra_node": bandwidth, "inter_node": bandwidth * inter}
     links = {
         name: replace(link, bandwidth=link.bandwidth * factors[name], alpha_ns=round(link.alpha_ns * alpha))
         for name, link in profile.links.items()
     }
+    links["inter_node"] = replace(links["inter_node"], compute_slowdown=slowdown + 1, beside_compute=slowdown)
     facts = replace(
         profile.facts,
         overlap_slowdown=slowdown,
