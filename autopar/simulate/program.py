@@ -480,7 +480,7 @@ class Lowering:
                     duration = max(duration, on_lane)
             level = INSIDE if inside else ACROSS
             waits = waits_along(mesh_axis, per_node, self.profile)
-            beside = round(duration * self.profile.link(level).beside_compute)
+            beside = round(duration * self.profile.beside_compute(level))
             self.transmissions[key] = Transmission(
                 collective, level, axis, num_bytes, duration, waits, beside_ns=beside
             )

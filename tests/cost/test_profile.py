@@ -163,3 +163,19 @@ def test_a_profile_tells_the_sources_of_what_a_plan_uses() -> None:
     ]
     assert found["collectives/all_reduce"].startswith("published: NCCL")
     assert "links/inter_node" in profile.sources((), ["intra_node", "inter_node"])
+
+
+def test_a_device_is_sold_with_several_networks() -> None:
+    """The first link of a level counts; another one by its name at the end of the profile's."""
+    data = profile_to_json(load_profile("h100"))
+    near, far = data["links"][:2]
+    slow = {**far, "bandwidth": 1e9, "network": "ethernet"}
+    profile = profile_from_json({**data, "links": [near, far, slow]}, "two networks")
+    other = profile.on("ethernet")
+    assert other is not None and profile.on("token-ring") is None
+    assert profile.link("inter_node").bandwidth == far["bandwidth"] and other.link("inter_node").bandwidth == 1e9
+    assert other.name == f"{profile.name}-ethernet" and other.link("intra_node") == profile.link("intra_node")
+    again = profile_from_json(json.loads(json.dumps(profile_to_json(profile))), "written")
+    assert again.other_links == profile.other_links and again.links == profile.links
+    with pytest.raises(ProfileError, match="one item for each level and network"):
+        profile_from_json({**data, "links": [near, far, far]}, "twice")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.cost import Profile
+from autopar.cost.profile import Interference
 from autopar.ir.graph import Graph, Node
 from autopar.ir.plan import Plan
 from autopar.microbatch import divided_graph
@@ -77,7 +78,7 @@ def device(bandwidth: float, inter: float, alpha: float, speed: float, slowdown:
         name: replace(link, bandwidth=link.bandwidth * factors[name], alpha_ns=round(link.alpha_ns * alpha))
         for name, link in profile.links.items()
     }
-    links["inter_node"] = replace(links["inter_node"], compute_slowdown=slowdown + 1, beside_compute=slowdown)
+    slowed = {"inter_node": Interference("inter_node", slowdown + 1, slowdown, profile.facts.provenance)}
     facts = replace(
         profile.facts,
         overlap_slowdown=slowdown,
@@ -85,7 +86,7 @@ def device(bandwidth: float, inter: float, alpha: float, speed: float, slowdown:
         peak_flops={dtype: rate * speed for dtype, rate in profile.facts.peak_flops.items()},
         launch_ns=tuple(round(ns / speed) for ns in profile.facts.launch_ns),
     )
-    return replace(profile, links=links, facts=facts, collectives={}, _shared={})
+    return replace(profile, links=links, facts=facts, interference=slowed, collectives={}, _shared={})
 
 
 SCALES = st.sampled_from([0.01, 0.1, 1.0, 10.0])

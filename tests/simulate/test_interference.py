@@ -8,6 +8,7 @@ import pytest
 
 import autopar
 from autopar.cost import Profile
+from autopar.cost.profile import LEVELS, Interference
 from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
@@ -39,17 +40,18 @@ def test_what_is_carried_into_a_pass_slows_by_its_own_level() -> None:
     assert engine.free_ns == 100 + 250
 
 
-def test_the_profile_says_more_of_facts_and_link() -> None:
-    profile = with_links(load_profile("h100"), compute_slowdown=1.0)
+def test_the_more_of_facts_and_level_counts() -> None:
+    profile = slowed_by(load_profile("h100"))
     assert profile.slowdowns == {}
     whole = replace(profile, facts=replace(profile.facts, overlap_slowdown=1.3), _shared={})
     assert whole.slowdowns == {"intra_node": 1.3, "inter_node": 1.3}
-    assert with_links(whole, compute_slowdown=1.5).slowdowns == {"intra_node": 1.5, "inter_node": 1.5}
+    assert slowed_by(whole, compute=1.5).slowdowns == {"intra_node": 1.5, "inter_node": 1.5}
 
 
-def with_links(profile: Profile, **fields: float) -> Profile:
-    links = {name: replace(link, **fields) for name, link in profile.links.items()}
-    return replace(profile, links=links, _shared={})
+def slowed_by(profile: Profile, compute: float = 1.0, collective: float = 1.0) -> Profile:
+    source = profile.facts.provenance
+    both = {level: Interference(level, compute, collective, source) for level in LEVELS}
+    return replace(profile, interference=both, _shared={})
 
 
 def step(profile: Profile, sums_early: bool = True, **layout: object) -> Timeline:
@@ -61,8 +63,8 @@ def step(profile: Profile, sums_early: bool = True, **layout: object) -> Timelin
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_collectives_beside_compute_take_longer_and_those_that_stop_the_ranks_do_not(zero: int) -> None:
-    alone = with_links(load_profile("h100"), compute_slowdown=1.0, beside_compute=1.0)
-    slowed = with_links(alone, beside_compute=2.0)
+    alone = slowed_by(load_profile("h100"))
+    slowed = slowed_by(alone, collective=2.0)
     for layout, factor in (({"dp": 4, "zero": zero}, 2), ({"tp": 4}, 1)):
         before, after = step(alone, **layout), step(slowed, **layout)
         assert after.comm_bytes == before.comm_bytes
@@ -71,6 +73,6 @@ def test_collectives_beside_compute_take_longer_and_those_that_stop_the_ranks_do
 
 
 def test_gradients_that_are_summed_after_the_backward_pass_are_beside_nothing() -> None:
-    alone = with_links(load_profile("h100"), compute_slowdown=1.0, beside_compute=1.0)
-    times = [step(p, sums_early=False, dp=4).step_time_ns for p in (alone, with_links(alone, beside_compute=2.0))]
+    alone = slowed_by(load_profile("h100"))
+    times = [step(p, sums_early=False, dp=4).step_time_ns for p in (alone, slowed_by(alone, collective=2.0))]
     assert times[0] == times[1]
