@@ -490,7 +490,9 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         raise ProfileError(f"{origin} is no cost profile: {error}") from None
     operators = [_read_operator(item) for item in data["operators"]]
     links = [_read_link(item) for item in data["links"]]
-    first = {item.level: item for item in reversed(links)}
+    first: dict[str, Link] = {}
+    for link in links:
+        first.setdefault(link.level, link)
     collectives = [CollectivePoints(**_fields(item)) for item in data["collectives"]]
     profile = Profile(
         name=data["name"],

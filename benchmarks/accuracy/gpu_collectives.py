@@ -16,31 +16,33 @@ rows of that size, the points are made anew from the rest, and the size is predi
 from __future__ import annotations
 
 import argparse
+import csv
 import datetime
 import json
 import platform
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile, collective_time_ns
 from autopar.cost.collectives import measured_ns
-from autopar.cost.profile import CollectivePoints, Provenance
+from autopar.cost.profile import CollectivePoints, Link, Provenance, profile_from_json
 from autopar.ir.placement import Axis
 from autopar.profiler import load_profile
 from autopar.profiler.published.collectives import (
     FLOATS_ONLY,
     INTEGERS,
-    Measurement,
     collective_blocks,
     completed,
-    read_measurements,
     served_by,
     thinned,
 )
+from autopar.profiler.published.measurements import Measurement, read_measurements
+from autopar.profiler.published.networks import fitted_network
 from benchmarks.accuracy.profile_text import profile_text
 
 HERE = Path(__file__).parent
@@ -51,6 +53,20 @@ SHIPPED = {
     "GB200": "gb200", "L40S": "l40s", "L4": "l4", "A100-SXM4-40GB": "a100-40gb", "V100-SXM2-32GB": "v100",
 }  # fmt: skip
 WIRED = ("V100-SXM2-32GB",)  # NVLink from GPU to GPU, without a switch
+#: nodes with one adapter of 400 Gb/s a GPU: InfiniBand, which counts unless another is named, or EFA
+NDR = ("H100-SXM5-80GB", "H200-SXM5-141GB", "B200-SXM6-180GB", "GB200")
+NDR_BANDWIDTH = 47e9  # of 50e9; NVIDIA: 46 to 48, github.com/NVIDIA/nccl-tests issue 290
+INTERFERENCE_DATE = "2026-11-26"
+#: 8 B200, 32 KiB to 1 MiB, called from torch 2.9 (github.com/stas00/ml-engineering) less NCCL's own benchmark: median
+CALL = {
+    "collective_ns": 20_000,
+    "provenance": {
+        "kind": "fitted",
+        "source": "all-reduces of 32 KiB to 1 MiB on 8 B200, called from torch 2.9 with NCCL 2.27 "
+        "(stas00/ml-engineering@744d01e18b:network/README.md), less what nccl-tests takes: median",
+        "date": INTERFERENCE_DATE,
+    },
+}
 LEAST, MOST = 64 << 10, 1 << 30
 CLASSES = ((0, "below 64 KiB"), (LEAST, "64 KiB to 1 MiB"), (1 << 20, "1 to 32 MiB"), (32 << 20, "from 32 MiB"))
 TARGETS = {"median": 0.05, "p90": 0.15}
@@ -186,15 +202,51 @@ def _line(name: str, found: Mapping[str, float]) -> str:
 
 
 def ship(folder: Path) -> None:
-    """Writes the blocks of each shipped GPU into its profile."""
+    """Writes the blocks of each shipped GPU into its profile: links and collectives, interference, networks."""
     for path, data in _profile_files().items():
         names = {data["name"], *data.get("aliases", ())}
         for gpu in (gpu for gpu, name in SHIPPED.items() if name in names):
             blocks = collective_blocks(folder, gpu)
-            levels = {link["level"] for link in blocks.links}
+            levels = {link["level"] for link in blocks.links} | ({"inter_node"} if gpu in NDR else set())
             data["links"] = blocks.links + [link for link in data["links"] if link["level"] not in levels]
             data["collectives"] = blocks.collectives + _staying(gpu, blocks.collectives, data["collectives"])
+            data["interference"] = interference_of(gpu)
+            data["call"] = CALL
+            data["links"] += networks_of(gpu, data)
             path.write_text(profile_text(data) + "\n", encoding="utf-8")
+
+
+def interference_of(gpu: str) -> list[dict[str, Any]]:
+    """What is published, or assumed, of computation beside collectives: `interference.csv`."""
+    with (HERE / "interference.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["gpu"] == gpu]
+    return [
+        {
+            "level": row["level"], "compute": float(row["compute"]), "collective": float(row["collective"]),
+            "provenance": {"kind": row["kind"], "source": row["source"], "date": INTERFERENCE_DATE},
+        }
+        for row in rows
+    ]  # fmt: skip
+
+
+def networks_of(gpu: str, data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Links between nodes of named networks, for GPUs whose nodes are sold with one adapter of 400 Gb/s a GPU: fitted
+    to `collectives_across_nodes.csv`."""
+    if gpu not in NDR:
+        return []
+    profile = profile_from_json({**data, "links": [link for link in data["links"] if not link.get("network")]}, gpu)
+    rows = read_measurements(HERE / "collectives_across_nodes.csv")
+    near = profile.link("intra_node")
+    found = [
+        fitted_network("infiniband", [r for r in rows if r.link == "InfiniBand" and r.num_bytes < 32 << 20], near,
+                       profile, NDR_BANDWIDTH),
+        fitted_network("efa", [row for row in rows if row.link == "EFA"], near, profile),
+    ]  # fmt: skip
+    return [_link_json(link) for link in found]
+
+
+def _link_json(link: Link) -> dict[str, Any]:
+    return {name: value for name, value in asdict(link).items() if value not in (None, 0, ())}
 
 
 def _staying(gpu: str, new: Sequence[Mapping[str, Any]], old: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.profiler.published.collectives import collective_blocks, completed, filled, read_measurements, thinned
+from autopar.profiler.published.collectives import collective_blocks, completed, filled, thinned
+from autopar.profiler.published.measurements import read_measurements
 
 HEAD = "gpu,link,op,gpus,nodes,dtype,message_bytes,time_us,software\n"
 POWERS = [1 << n for n in range(9, 30)]

@@ -1,7 +1,6 @@
 """A profile's links and collectives from tables of measured times, `collectives*.csv` or `.csv.gz` of a folder.
 
-Columns: gpu, op, gpus, nodes, dtype, message_bytes, time_us, software; `message_bytes` is the larger one of a rank's
-input and output. What was measured becomes points in four steps:
+What was measured inside a node becomes points in four steps:
 
 1. One source serves a collective of so many ranks: NCCL's own benchmark before kernel times before wall clocks, since
    the first has no launch from the host in it. Integers are left out where other dtypes are there (`FLOATS_ONLY`).
@@ -16,10 +15,6 @@ The link that other groups and collectives are extrapolated with is read off the
 
 from __future__ import annotations
 
-import csv
-import datetime
-import gzip
-import io
 import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -29,7 +24,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-COLUMNS = {"gpu", "op", "gpus", "nodes", "dtype", "message_bytes", "time_us"}
+from autopar.profiler.published.measurements import Measurement, named, read_measurements, today
+
 #: The first that a collective has rows of serves it. Of the V100, Mist's sweep took pairs of GPUs with one NVLink
 #: between them, which are those of ranks 0 and 1, and another took pairs with two.
 SOURCES = ("nccl-tests", "kernel time", "in Mist", "wall clock", "")
@@ -53,19 +49,6 @@ class Blocks(NamedTuple):
     collectives: list[dict[str, Any]]
 
 
-class Measurement(NamedTuple):
-    """One row of a table."""
-
-    gpu: str
-    op: str
-    ranks: int
-    nodes: int
-    dtype: str
-    num_bytes: int
-    time_ns: float
-    software: str
-
-
 def collective_blocks(folder: Path, gpu: str) -> Blocks:
     """The blocks of a GPU, as the tables' gpu column has it, from all tables of collectives in a folder.
 
@@ -77,30 +60,6 @@ def collective_blocks(folder: Path, gpu: str) -> Blocks:
     curves = completed({key: thinned(own) for key, own in served.items()})
     links = fitted_link(curves, served)
     return Blocks([links] if links else [], [_points(key, curves[key], served[key]) for key in sorted(curves)])
-
-
-def read_measurements(path: Path) -> list[Measurement]:
-    """The rows of a table that have a size and a time. Raises ValueError naming the columns that it lacks."""
-    packed = path.read_bytes()
-    text = (gzip.decompress(packed) if path.suffix == ".gz" else packed).decode("utf-8")
-    reader = csv.DictReader(io.StringIO(text))
-    missing = COLUMNS - set(reader.fieldnames or ())
-    if missing:
-        raise ValueError(f"{path}: expected the columns {sorted(missing)}, found {reader.fieldnames}")
-    return [_measurement(row) for row in reader if _is_whole(row)]
-
-
-def _is_whole(row: Mapping[str, str]) -> bool:
-    """Whether a row says a time of a message: some published figures are of bandwidth alone."""
-    return all((row[name] or "").strip() for name in ("gpus", "nodes", "message_bytes", "time_us")) and (
-        row["nodes"].isdigit() and float(row["message_bytes"]) > 0
-    )
-
-
-def _measurement(row: Mapping[str, str]) -> Measurement:
-    counts = int(row["gpus"]), int(row["nodes"])
-    size, time_ns = round(float(row["message_bytes"])), 1000 * float(row["time_us"])
-    return Measurement(row["gpu"], row["op"], *counts, row["dtype"], size, time_ns, row.get("software") or "")
 
 
 def served_by(rows: Iterable[Measurement]) -> dict[Key, list[Measurement]]:
@@ -198,7 +157,7 @@ def _straight(points: Sequence[tuple[int, float]], size: int) -> float:
 
 def _points(key: Key, curve: Curve, rows: Sequence[Measurement]) -> dict[str, Any]:
     op, ranks = key
-    source = f"{len(rows)} times of {_named(rows)}; powers of two that lack are filled in"
+    source = f"{len(rows)} times of {named(rows)}; powers of two that lack are filled in"
     return {
         "collective": op,
         "level": "intra_node",
@@ -215,12 +174,8 @@ def _residual(curve: Curve, rows: Sequence[Measurement]) -> float:
     return median([abs(_straight(points, row.num_bytes) / row.time_ns - 1) for row in rows])
 
 
-def _named(rows: Sequence[Measurement]) -> str:
-    return ", ".join(sorted({f"{row.software} {row.dtype}".strip() for row in rows}))
-
-
 def _provenance(kind: str, source: str) -> dict[str, str]:
-    return {"kind": kind, "source": source, "date": datetime.date.today().isoformat()}
+    return {"kind": kind, "source": source, "date": today()}
 
 
 def fitted_link(curves: Mapping[Key, Curve], rows: Mapping[Key, Sequence[Measurement]]) -> dict[str, Any] | None:
@@ -242,7 +197,7 @@ def fitted_link(curves: Mapping[Key, Curve], rows: Mapping[Key, Sequence[Measure
     if cheap < full:
         link["low_latency"] = {"alpha_ns": round(cheap), "share": _share(rings, rate, start, cheap)}
     used = [row for key in rings for row in rows[key]]
-    return {**link, "provenance": _provenance("fitted", f"ring formula read off {len(used)} times of {_named(used)}")}
+    return {**link, "provenance": _provenance("fitted", f"ring formula read off {len(used)} times of {named(used)}")}
 
 
 def _bandwidth(rings: Mapping[Key, Curve]) -> float:
