@@ -279,7 +279,7 @@ class Interference:
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """What calling a collective from torch takes the host, which is in no other figure: until it runs on the wire."""
 
     collective_ns: int
@@ -341,7 +341,7 @@ class Profile:
     runtime: Runtime | None = None
     waits: Mapping[tuple[str, int], Waits] = field(default_factory=dict)
     interference: Mapping[str, Interference] = field(default_factory=dict)  # by level; {}: `Facts.overlap_slowdown`
-    call: Call | None = None
+    call: CollectiveCall | None = None
     other_links: tuple[Link, ...] = ()  # of other networks
     ranks_sharing: int = 1  # ranks on one host that this profile is already slowed down for
     _shared: dict[int, Profile] = field(default_factory=dict, repr=False)
@@ -509,7 +509,7 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         runtime=Runtime(**_fields(data["runtime"])) if data.get("runtime") else None,
         waits={(item["level"], item["ranks"]): Waits(**_fields(item)) for item in data.get("waits", ())},
         interference={item["level"]: Interference(**_fields(item)) for item in data.get("interference", ())},
-        call=Call(**_fields(data["call"])) if data.get("call") else None,
+        call=CollectiveCall(**_fields(data["call"])) if data.get("call") else None,
     )
     _check(profile, origin)
     return profile

@@ -42,14 +42,14 @@ Key = tuple[str, int]
 """A collective and its number of ranks."""
 
 
-class Blocks(NamedTuple):
+class CollectiveBlocks(NamedTuple):
     """Items of a profile's "links" and "collectives" as JSON; empty where the tables say nothing."""
 
     links: list[dict[str, Any]]
     collectives: list[dict[str, Any]]
 
 
-def collective_blocks(folder: Path, gpu: str) -> Blocks:
+def collective_blocks(folder: Path, gpu: str) -> CollectiveBlocks:
     """The blocks of a GPU, as the tables' gpu column has it, from all tables of collectives in a folder.
 
     Raises ValueError for a table that lacks columns.
@@ -59,7 +59,9 @@ def collective_blocks(folder: Path, gpu: str) -> Blocks:
     served = {key: own for key, own in served_by(rows).items() if key[0] != "send" or own[0].nodes == 1}
     curves = completed({key: thinned(own) for key, own in served.items()})
     links = fitted_link(curves, served)
-    return Blocks([links] if links else [], [_points(key, curves[key], served[key]) for key in sorted(curves)])
+    return CollectiveBlocks(
+        [links] if links else [], [_points(key, curves[key], served[key]) for key in sorted(curves)]
+    )
 
 
 def served_by(rows: Iterable[Measurement]) -> dict[Key, list[Measurement]]:
@@ -152,7 +154,7 @@ def _straight(points: Sequence[tuple[int, float]], size: int) -> float:
     return max(y, y + (next_y - y) * (size - x) / (next_x - x))
 
 
-# Blocks ----------------------------------------
+# CollectiveBlocks ----------------------------------------
 
 
 def _points(key: Key, curve: Curve, rows: Sequence[Measurement]) -> dict[str, Any]:
