@@ -18,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.accuracy.gpu.plans import profiles_of
 from benchmarks.accuracy.gpu.predictions import Predicted, planned, predict
 from benchmarks.accuracy.gpu.reports import printed, written
 from benchmarks.accuracy.gpu.rows import Row, read_rows
@@ -50,7 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Prints and writes the predictions."""
     options, started = _options(arguments), time.process_time()
     softwares, rows = read_softwares(), rows_of(options)
-    predictions: list[Predicted] = [predict(item, softwares) for item in planned(rows, softwares)]
+    profiles = profiles_of(rows)
+    predictions: list[Predicted] = [predict(item, softwares, profiles) for item in planned(rows, softwares)]
     seconds = round(time.process_time() - started)
     print(printed(predictions, seconds))
     if options.output:

@@ -7,22 +7,26 @@ rows' batches divide, and cut down to each row's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import groupby
 
 import torch
 
 import autopar
+from autopar.cost import Profile
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
+from autopar.ir.recompute import operator_call
 from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from autopar.trace import trace
 from benchmarks.accuracy.gpu import decoder
 from benchmarks.accuracy.gpu.rows import NVLINK_DOMAIN, Row
-from benchmarks.accuracy.gpu.softwares import Software, software_of
+from benchmarks.accuracy.gpu.softwares import Software, by_threshold, software_of
 
 ANY_MEMORY = 1 << 50  # whether it fits is asked of the prediction, not of the plan
 PROFILES = {
@@ -44,6 +48,15 @@ def profile_name(gpu: str) -> str:
             continue
         return name
     raise ValueError(f"no profile is shipped of {gpu}")
+
+
+def profiles_of(rows: Iterable[Row]) -> dict[str, Profile]:
+    """The shipped profiles of the rows' devices, by name."""
+    names = set()
+    for gpu in {row.gpu for row in rows}:
+        with suppress(ValueError):
+            names.add(profile_name(gpu))
+    return {name: load_profile(name) for name in sorted(names)}
 
 
 def reason_against(row: Row, softwares: tuple[Software, ...]) -> str:
@@ -99,18 +112,51 @@ def graphs(rows: Sequence[Row], softwares: tuple[Software, ...]) -> Iterator[tup
             yield divided_graph(whole, batch // size), list(same)
 
 
-def plan_of(graph: Graph, row: Row) -> tuple[Graph, Plan]:
+def stage_layers(row: Row, software: Software) -> tuple[int, ...] | None:
+    """Layers of each stage, where they are not as even as can be."""
+    if row.layers is not None or row.pp == 1 or row.vp > 1 or software.cut == "even":
+        return row.layers
+    sizes = row.sizes
+    assert sizes is not None
+    attention = 2 * (sizes.heads + sizes.kv_heads) * sizes.head_size * sizes.hidden
+    layer = attention + (3 if sizes.is_gated else 2) * sizes.ffn * sizes.hidden
+    stages = by_threshold([*[layer] * sizes.layers, sizes.vocab * sizes.hidden], row.pp)
+    counts = [stages[:-1].count(stage) for stage in range(row.pp)]
+    return tuple(_without_gaps(counts))
+
+
+def _without_gaps(counts: list[int]) -> list[int]:
+    """Stages in the middle without a layer, where the loss is by itself after the head: they take one of the busiest
+    stage before them."""
+    for stage in range(len(counts) - 2, 0, -1):
+        if not counts[stage]:
+            busiest = max(range(stage), key=lambda number: counts[number])
+            counts[busiest], counts[stage] = counts[busiest] - 1, 1
+    return counts
+
+
+def gathered_again(graph: Graph) -> tuple[str, ...]:
+    """What is computed again so that nothing that sequence parallelism has gathered is kept: the norms of each layer,
+    which are small beside the gathers."""
+    norms = ("attention_norm", "mlp_norm")
+    return tuple(operator_call(node) for node in graph.nodes if node.scope.module.endswith(norms) and "norm" in node.op)
+
+
+def plan_of(graph: Graph, row: Row, software: Software) -> tuple[Graph, Plan]:
     """The graph of one microbatch, and the row's plan on it. Raises AutoparError where it cannot be expressed."""
     per_node = NVLINK_DOMAIN if row.gpu.startswith("GB") else row.per_node
     per_node = min(per_node, row.gpus)
     mesh = autopar.Mesh(profile_name(row.gpu), row.gpus // per_node, per_node)
     is_sharded = row.hsdp > 1 and row.hsdp < row.dp
     plan = template_of_graph(
-        graph, mesh, dp=row.dp, tp=row.tp, pp=row.pp, microbatches=row.microbatches, layers=row.layers,
+        graph, mesh, dp=row.dp, tp=row.tp, pp=row.pp, microbatches=row.microbatches, layers=stage_layers(row, software),
         schedule="interleaved" if row.vp > 1 else "1f1b", chunks=max(2, row.vp),
         sequence_parallel=row.sequence_parallel and row.tp > 1, zero=row.zero if row.dp > 1 else 0,
         hsdp=row.hsdp if is_sharded else 1, recompute=row.recompute, optimizer="adamw",
         precision=None if row.precision == "fp32" else "bf16", memory_limit=ANY_MEMORY,
         constraints=decoder.constraints(row.tp, row.sequence_parallel),
     )  # fmt: skip
-    return divided_graph(graph, row.microbatches), plan
+    part = divided_graph(graph, row.microbatches)
+    if software.regathers and row.sequence_parallel and row.tp > 1 and row.recompute == "none":
+        plan = replace(plan, recompute=gathered_again(part))
+    return part, plan
