@@ -247,7 +247,8 @@ def constraints(tensor_parallel: int, sequence_parallel: bool) -> list[Constrain
              "*head.weight": 0}  # fmt: skip
     weights = [Constraint(name, (f"S({dim})",), what="used", axis="tp") for name, dim in split.items()]
     between = ("S(1)", "P") if sequence_parallel else ("I", "R", "P")
-    edges = ("layers.[0-9]", "layers.[0-9][0-9]", "layers.[0-9][0-9][0-9]", "layers.*_norm", "embedding", "final_norm")
+    edges = ["layers.[0-9]", "layers.[0-9][0-9]", "layers.[0-9][0-9][0-9]", "layers.*_norm", "final_norm"]
+    edges += [] if sequence_parallel else ["embedding"]  # learned positions have one dim alone
     return [*weights, *(Constraint(path, between, axis="tp") for path in edges)]
 
 

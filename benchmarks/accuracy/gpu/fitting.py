@@ -1,10 +1,11 @@
 """The constants of softwares and devices that whole iterations are fitted by.
 
-| constant             | meaning                                                                                |
-|----------------------|----------------------------------------------------------------------------------------|
-| clock                | of a device: its `sustained_clock`                                                     |
-| operator_ns, gradient_ns, collective_ns, pass_ns | of a software: what launching costs, see `autopar.cost.profile.Host` |
-| a family of operators | of a software: its slowdown                                                           |
+| constant | meaning |
+|---|---|
+| clock | of a device: its `sustained_clock` |
+| operator_ns, gradient_ns, collective_ns, pass_ns | of a software: launches, see `autopar.cost.profile.Host` |
+| step_ns | of a software: what it does once a step while the device waits |
+| a family of operators | of a software: its slowdown |
 
 What one expects beforehand is the prior of the fit, which a constant leaves as far as the rows ask for it. No constant
 is of a row, a model or a source.
@@ -25,7 +26,9 @@ from benchmarks.accuracy.fitting import Array, gauss_newton_step
 from benchmarks.accuracy.gpu.softwares import Software
 
 HOST = {"operator_ns": 10e3, "gradient_ns": 5e3, "collective_ns": 20e3, "pass_ns": 200e3}
+STEP_NS = 50e6
 FAMILIES = {"optimizer": 1.5, "cross_entropy": 1.0, "pointwise": 1.0, "normalization": 1.0}
+PRIORS = {**HOST, "step_ns": STEP_NS, **FAMILIES}
 CLOCK = 0.9
 STEP = 0.02  # of a constant's logarithm, for derivatives
 
@@ -42,7 +45,7 @@ def constants_of(softwares: Sequence[str], devices: Sequence[str]) -> list[Const
     """All that rows of these softwares and devices depend on."""
     found = [Constant(device, "clock", CLOCK) for device in devices]
     for software in softwares:
-        found += [Constant(software, name, prior) for name, prior in {**HOST, **FAMILIES}.items()]
+        found += [Constant(software, name, prior) for name, prior in PRIORS.items()]
     return found
 
 
@@ -56,6 +59,8 @@ def values_of(constants: Sequence[Constant], softwares: Sequence[Software], prof
         elif name in HOST:
             host = known[owner].host
             value = getattr(host, name) if host else prior
+        elif name == "step_ns":
+            value = known[owner].step_ns or prior
         else:
             value = known[owner].slowdowns.get(name, prior)
         found.append(np.log(value))
@@ -63,19 +68,20 @@ def values_of(constants: Sequence[Constant], softwares: Sequence[Software], prof
 
 
 def with_values(
-    constants: Sequence[Constant], logs: Array, softwares: Sequence[Software], profiles: Mapping[str, Profile], source: str
-) -> tuple[tuple[Software, ...], dict[str, Profile]]:
+    constants: Sequence[Constant], logs: Array, softwares: Sequence[Software], profiles: Mapping[str, Profile],
+    source: str,
+) -> tuple[tuple[Software, ...], dict[str, Profile]]:  # fmt: skip
     """Softwares and profiles under these constants; source: what they were fitted to."""
     provenance = Provenance("fitted", source, datetime.date.today().isoformat())
     by_owner: dict[str, dict[str, float]] = {}
     for (owner, name, _), log in zip(constants, logs, strict=True):
         by_owner.setdefault(owner, {})[name] = float(np.exp(log))
-    changed = {
-        name: replace(profile, facts=replace(profile.facts, sustained_clock=round(by_owner[name]["clock"], 4)), _shared={})
-        for name, profile in profiles.items()
-        if name in by_owner
-    }
+    changed = {name: _clocked(profiles[name], values["clock"]) for name, values in by_owner.items() if name in profiles}
     return tuple(_changed(item, by_owner.get(item.name), provenance) for item in softwares), {**profiles, **changed}
+
+
+def _clocked(profile: Profile, clock: float) -> Profile:
+    return replace(profile, facts=replace(profile.facts, sustained_clock=round(clock, 4)), _shared={})
 
 
 def _changed(software: Software, values: Mapping[str, float] | None, provenance: Provenance) -> Software:
@@ -85,7 +91,7 @@ def _changed(software: Software, values: Mapping[str, float] | None, provenance:
     slowdowns = {name: float(f"{values[name]:.4g}") for name in FAMILIES}
     source = software.provenance.source.partition("; fitted: ")[0]
     told = replace(provenance, source=f"{source}; fitted: {provenance.source}")
-    return replace(software, host=host, slowdowns=slowdowns, provenance=told)
+    return replace(software, host=host, step_ns=round(values["step_ns"]), slowdowns=slowdowns, provenance=told)
 
 
 def stepped(logs: Array, errors: Array, slopes: Array, constants: Sequence[Constant]) -> Array:

@@ -1,16 +1,19 @@
 """The model and the plan of a measured row, or why `template_plan` cannot express it.
 
-Tracing takes most of the time, so rows share it: a model of one sequence length is traced once, with a batch that all
-rows' batches divide, and cut down to each row's.
+Tracing takes most of the time, so rows share it: a model is traced once, with a batch that all rows' batches divide,
+which is cut down to each row's, and with sequences of a length that divides no size of any model, so that each row's
+length can be put in its place.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -28,6 +31,8 @@ from benchmarks.accuracy.gpu import decoder
 from benchmarks.accuracy.gpu.rows import NVLINK_DOMAIN, Row
 from benchmarks.accuracy.gpu.softwares import Software, by_threshold, software_of
 
+UNFUSED = r'"attention-backend":"unfused"|eager attention|flash attention False'
+TRACED_LENGTH = 65537  # a prime
 ANY_MEMORY = 1 << 50  # whether it fits is asked of the prediction, not of the plan
 PROFILES = {
     "H100-SXM5-80GB": ("h100",), "H200-SXM5-141GB": ("h200",), "A100-SXM4-80GB": ("a100",),
@@ -91,7 +96,7 @@ def config_of(row: Row, software: Software) -> decoder.Config:
     return decoder.Config(
         seq_len=row.seq, num_layers=sizes.layers, hidden_size=sizes.hidden, num_heads=sizes.heads,
         num_kv_heads=sizes.kv_heads, head_size=sizes.head_size, mlp_size=sizes.ffn, vocab_size=sizes.vocab,
-        is_tied=sizes.is_tied, is_causal=sizes.is_causal, fuses_attention="unfused" not in row.other and "eager attention" not in row.other,
+        is_tied=sizes.is_tied, is_causal=sizes.is_causal, fuses_attention=not re.search(UNFUSED, row.other),
         **{**kind, **software.model},
     )  # fmt: skip
 
@@ -99,17 +104,40 @@ def config_of(row: Row, software: Software) -> decoder.Config:
 def graphs(rows: Sequence[Row], softwares: tuple[Software, ...]) -> Iterator[tuple[Graph, list[Row]]]:
     """Traced models, each with the rows that are of it."""
 
+    def config(row: Row) -> decoder.Config:
+        return config_of(row, software_of(row.framework, softwares))
+
+    def traced_as(row: Row) -> decoder.Config:
+        """Masks of unfused attention are computed once, which they would be at any length."""
+        own = config(row)
+        return replace(own, seq_len=TRACED_LENGTH) if own.fuses_attention else own
+
     def key(row: Row) -> tuple[str, str]:
-        return str(config_of(row, software_of(row.framework, softwares))), row.precision
+        return str(traced_as(row)), row.precision
 
     for _, group in groupby(sorted(rows, key=key), key):
-        members = list(group)
-        config = config_of(members[0], software_of(members[0].framework, softwares))
+        members = sorted(group, key=lambda row: (row.seq, row.global_batch))
         batch = math.lcm(*(row.global_batch for row in members))
         dtype = None if members[0].precision == "fp32" else torch.bfloat16
-        whole = trace(*decoder.build(config, batch), mode="train", compute_dtype=dtype)
-        for size, same in groupby(sorted(members, key=lambda row: row.global_batch), lambda row: row.global_batch):
-            yield divided_graph(whole, batch // size), list(same)
+        whole = trace(*decoder.build(traced_as(members[0]), batch), mode="train", compute_dtype=dtype)
+        for seq, same_length in groupby(members, lambda row: row.seq):
+            long = of_length(whole, seq)
+            for size, same in groupby(same_length, lambda row: row.global_batch):
+                yield divided_graph(long, batch // size), list(same)
+
+
+def of_length(graph: Graph, seq: int) -> Graph:
+    """A graph that was traced with sequences of `TRACED_LENGTH`, of sequences of another one: every size and every
+    argument that is a multiple of that length is one of sequences."""
+
+    def scaled(value: Any) -> Any:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value // TRACED_LENGTH * seq if value % TRACED_LENGTH == 0 else value
+        return type(value)(map(scaled, value)) if type(value) in (tuple, list) else value
+
+    tensors = {name: replace(tensor, shape=scaled(tensor.shape)) for name, tensor in graph.tensors.items()}
+    nodes = tuple(replace(node, args=scaled(node.args), kwargs=scaled(node.kwargs)) for node in graph.nodes)
+    return replace(graph, tensors=tensors, nodes=nodes)
 
 
 def stage_layers(row: Row, software: Software) -> tuple[int, ...] | None:
@@ -120,6 +148,8 @@ def stage_layers(row: Row, software: Software) -> tuple[int, ...] | None:
     assert sizes is not None
     attention = 2 * (sizes.heads + sizes.kv_heads) * sizes.head_size * sizes.hidden
     layer = attention + (3 if sizes.is_gated else 2) * sizes.ffn * sizes.hidden
+    if sizes.layers < row.pp - 1:
+        return None  # template_plan says what is wrong
     stages = by_threshold([*[layer] * sizes.layers, sizes.vocab * sizes.hidden], row.pp)
     counts = [stages[:-1].count(stage) for stage in range(row.pp)]
     return tuple(_without_gaps(counts))
@@ -135,10 +165,9 @@ def _without_gaps(counts: list[int]) -> list[int]:
     return counts
 
 
-def gathered_again(graph: Graph) -> tuple[str, ...]:
-    """What is computed again so that nothing that sequence parallelism has gathered is kept: the norms of each layer,
-    which are small beside the gathers."""
-    norms = ("attention_norm", "mlp_norm")
+def gathered_again(graph: Graph, norms: tuple[str, ...]) -> tuple[str, ...]:
+    """What is computed again so that what sequence parallelism gathers after these norms of each layer is not kept:
+    the norms, which are small beside the gathers."""
     return tuple(operator_call(node) for node in graph.nodes if node.scope.module.endswith(norms) and "norm" in node.op)
 
 
@@ -158,5 +187,5 @@ def plan_of(graph: Graph, row: Row, software: Software) -> tuple[Graph, Plan]:
     )  # fmt: skip
     part = divided_graph(graph, row.microbatches)
     if software.regathers and row.sequence_parallel and row.tp > 1 and row.recompute == "none":
-        plan = replace(plan, recompute=gathered_again(part))
+        plan = replace(plan, recompute=gathered_again(part, software.regathers))
     return part, plan

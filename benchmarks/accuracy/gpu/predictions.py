@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from autopar.cost import Profile
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Plan
 from autopar.ir.placement import local_shape
+from autopar.ir.plan import Plan
 from autopar.simulate import Timeline, simulate
 from autopar.simulate.engine import Sent
 from benchmarks.accuracy.gpu.plans import graphs, plan_of, profile_name, reason_against

@@ -23,11 +23,11 @@ class Software:
     matches: a regular expression on a row's framework; the first entry that matches counts, the last one matches all.
     model: what its models are made of, beside sizes (fields of `decoder.Config`). late_sums, late_gathers: the kinds of
     ZeRO with which gradients are summed after the backward pass, and parameters gathered while nothing is computed.
-    keeps_sums: float32 sums of the gradients are in memory all the time. regathers: what sequence parallelism has
-    gathered is not kept for the backward pass. cut: how layers are given to stages, "even" or "threshold"
-    (`by_threshold`). slowdowns: by family of operators, how many times as long as the device's curve they take: that is
-    of one kernel a call, where a software may need several. step_ns: what it does once a step while the device waits.
-    host: what launching costs, as in `autopar.cost.profile.Host`.
+    keeps_sums: float32 sums of the gradients are in memory all the time. regathers: the norms of a layer after which
+    sequence parallelism gathers, and gathers again in the backward pass. cut: how layers are given to stages, "even" or
+    "threshold" (`by_threshold`). slowdowns: by family of operators, how many times as long as the device's curve they
+    take: that is of one kernel a call, where a software may need several. step_ns: what it does once a step while the
+    device waits. host: what launching costs, as in `autopar.cost.profile.Host`.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Software:
     late_sums: tuple[int, ...]
     late_gathers: tuple[int, ...]
     keeps_sums: bool
-    regathers: bool
+    regathers: tuple[str, ...]
     cut: str
     slowdowns: Mapping[str, float]
     step_ns: int
@@ -69,7 +69,7 @@ def by_threshold(costs: Sequence[float], stages: int) -> list[int]:
 
 # The file ----------------------------------------
 
-_KINDS = ("late_sums", "late_gathers")
+_KINDS = ("late_sums", "late_gathers", "regathers")
 
 
 def read_softwares(path: Path = TABLE) -> tuple[Software, ...]:
