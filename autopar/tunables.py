@@ -12,7 +12,7 @@ GUARD = 60.0
 """By the wall clock, a search may take so many times its budget; then it ends with what it has, and says so. Halved, it
 strikes on machines that are busier by half, and plans depend on the machine there; doubled, whoever has to wait does so
 for longer."""
-TABLE_S, NODE_S, MESSAGE_PASSES = 1e-7, 2e-9, 5
+TABLE_S, NODE_S, MESSAGE_PASSES = 1e-7, 2e-9, 10
 """A solver reads an entry of a cost table, in so many passes where it sends messages first; and looks at it in a node
 of its tree. All counts of work: halved, twice as much is done for the same budget, and it takes twice as long."""
 ROW_NODE_S = 2e-7
