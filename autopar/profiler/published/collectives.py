@@ -4,8 +4,8 @@ What was measured inside a node becomes points in four steps:
 
 1. One source serves a collective of so many ranks: NCCL's own benchmark before kernel times before wall clocks, since
    the first has no launch from the host in it. Integers are left out where other dtypes are there (`FLOATS_ONLY`).
-2. Sizes within a quarter of an octave are one point, the geometric mean of sizes and the median of times, so a table
-   of a thousand sizes becomes some thirty points.
+2. Sizes within a quarter of an octave are one point, the geometric mean of sizes and a typical time (`_typical`), so a
+   table of a thousand sizes becomes some thirty points.
 3. More bytes take no less time (isotonic regression of the logarithms).
 4. Powers of two that were not measured are filled in (`filled`): NCCL changes its protocol at certain sizes, where
    times jump, and a sweep of another collective that has the size says on which side of the jump it lies.
@@ -92,11 +92,15 @@ def thinned(rows: Iterable[Measurement]) -> Curve:
     bins: dict[int, list[Measurement]] = {}
     for row in rows:
         bins.setdefault(round(2 * math.log2(row.num_bytes)), []).append(row)
-    points = [
-        (round(geometric_mean(row.num_bytes for row in own)), median(row.time_ns for row in own))
-        for _, own in sorted(bins.items())
-    ]
+    points = [(round(geometric_mean(row.num_bytes for row in own)), _typical(own)) for _, own in sorted(bins.items())]
     return dict(zip([size for size, _ in points], _isotonic([time for _, time in points]), strict=True))
+
+
+def _typical(rows: Sequence[Measurement]) -> float:
+    """The median of their times; of wall clocks the lower quartile, since some of the layouts that were swept with one
+    took a copy besides, which made them up to three times as long."""
+    times = sorted(row.time_ns for row in rows)
+    return times[len(times) // 4] if any("wall clock" in row.software for row in rows) else median(times)
 
 
 def _isotonic(times: Sequence[float]) -> list[float]:
