@@ -40,6 +40,7 @@ from autopar.profiler.published.collectives import (
     INTEGERS,
     collective_blocks,
     completed,
+    extrapolated,
     served_by,
     thinned,
 )
@@ -71,6 +72,10 @@ CALL = {
     },
 }
 BY_NCCL = ("A100-SXM4-80GB", "H100-SXM5-80GB")  # and measured in other ways besides
+#: GPUs that were not measured: one with links of the same kind, how many times their bandwidth it has, and why
+STAND_INS = {
+    "L40S": ("RTX-PRO-6000", 2.0, "as RTX PRO 6000, on PCIe 4.0 x16 instead of 5.0 x16, which has twice the rate"),
+}
 LEAST, MOST = 64 << 10, 1 << 30
 CLASSES = ((0, "below 64 KiB"), (LEAST, "64 KiB to 1 MiB"), (1 << 20, "1 to 32 MiB"), (32 << 20, "from 32 MiB"))
 TARGETS = {"median": 0.05, "p90": 0.15}
@@ -244,7 +249,8 @@ def ship(folder: Path) -> None:
     for path, data in _profile_files().items():
         names = {data["name"], *data.get("aliases", ())}
         for gpu in (gpu for gpu, name in SHIPPED.items() if name in names):
-            blocks = collective_blocks(folder, gpu)
+            blocks = collective_blocks(folder, STAND_INS[gpu][0] if gpu in STAND_INS else gpu)
+            blocks = extrapolated(blocks, *STAND_INS[gpu][1:]) if gpu in STAND_INS else blocks
             levels = {link["level"] for link in blocks.links} | ({"inter_node"} if gpu in NDR else set())
             data["links"] = blocks.links + [link for link in data["links"] if link["level"] not in levels]
             data["collectives"] = blocks.collectives + _staying(gpu, blocks.collectives, data["collectives"])

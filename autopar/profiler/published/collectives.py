@@ -15,6 +15,7 @@ The link that other groups and collectives are extrapolated with is read off the
 
 from __future__ import annotations
 
+import json
 import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from autopar.cost.profile import Profile, profile_from_json, profile_to_json
 from autopar.profiler.published.measurements import Measurement, named, read_measurements, today
 
 #: The first that a collective has rows of serves it. Of the V100, Mist's sweep took pairs of GPUs with one NVLink
@@ -64,6 +66,35 @@ def collective_blocks(folder: Path, gpu: str) -> CollectiveBlocks:
     )
 
 
+def with_collectives(profile: Profile, folder: Path, gpu: str) -> Profile:
+    """The profile with what the folder's tables say of links and collectives inside a node; the rest stays."""
+    blocks, data = collective_blocks(folder, gpu), profile_to_json(profile)
+    new = {link["level"] for link in blocks.links}
+    data["links"] = [*blocks.links, *(link for link in data["links"] if link["level"] not in new)]
+    data["collectives"] = blocks.collectives or data["collectives"]
+    return profile_from_json(json.loads(json.dumps(data)), f"tables of {folder}")
+
+
+def extrapolated(blocks: CollectiveBlocks, times: float, why: str) -> CollectiveBlocks:
+    """Blocks of a GPU that was not measured, from one whose links have so many times the bandwidth: what the smallest
+    message takes stays, and what more bytes take besides is so many times as long."""
+    return CollectiveBlocks(
+        [
+            {**link, "bandwidth": float(f"{link['bandwidth'] / times:.4g}"), "provenance": provenance("assumed", why)}
+            for link in blocks.links
+        ],
+        [
+            {**item, "points": _stretched(item["points"], times), "provenance": provenance("assumed", why)}
+            for item in blocks.collectives
+        ],
+    )
+
+
+def _stretched(points: Sequence[tuple[int, int]], times: float) -> list[list[int]]:
+    least = points[0][1]
+    return [[size, round(least + times * (time - least))] for size, time in points]
+
+
 def served_by(rows: Iterable[Measurement]) -> dict[Key, list[Measurement]]:
     """The rows inside a node that serve each collective: those of the best source that it has."""
     groups: dict[Key, list[Measurement]] = {}
@@ -92,15 +123,17 @@ def thinned(rows: Iterable[Measurement]) -> Curve:
     bins: dict[int, list[Measurement]] = {}
     for row in rows:
         bins.setdefault(round(2 * math.log2(row.num_bytes)), []).append(row)
-    points = [(round(geometric_mean(row.num_bytes for row in own)), _typical(own)) for _, own in sorted(bins.items())]
+    sizes = [geometric_mean(row.num_bytes for row in own) for _, own in sorted(bins.items())]
+    points = [(round(size), _typical(own, size)) for size, (_, own) in zip(sizes, sorted(bins.items()), strict=True)]
     return dict(zip([size for size, _ in points], _isotonic([time for _, time in points]), strict=True))
 
 
-def _typical(rows: Sequence[Measurement]) -> float:
-    """The median of their times; of wall clocks the lower quartile, since some of the layouts that were swept with one
-    took a copy besides, which made them up to three times as long."""
-    times = sorted(row.time_ns for row in rows)
-    return times[len(times) // 4] if any("wall clock" in row.software for row in rows) else median(times)
+def _typical(rows: Sequence[Measurement], size: float) -> float:
+    """The median of their times; of wall clocks the lower quartile of the pace, since some of the layouts that were
+    swept with one took a copy besides, which made them up to three times as long."""
+    if not any("wall clock" in row.software for row in rows):
+        return median([row.time_ns for row in rows])
+    return size * sorted(row.time_ns / row.num_bytes for row in rows)[len(rows) // 4]
 
 
 def _isotonic(times: Sequence[float]) -> list[float]:
@@ -170,7 +203,7 @@ def _points(key: Key, curve: Curve, rows: Sequence[Measurement]) -> dict[str, An
         "ranks": ranks,
         "points": [[size, math.ceil(float(f"{time:.4g}"))] for size, time in sorted(curve.items())],
         "residual": round(_residual(curve, rows), 4),
-        "provenance": _provenance("published", source),
+        "provenance": provenance("published", source),
     }
 
 
@@ -180,7 +213,7 @@ def _residual(curve: Curve, rows: Sequence[Measurement]) -> float:
     return median([abs(_straight(points, row.num_bytes) / row.time_ns - 1) for row in rows])
 
 
-def _provenance(kind: str, source: str) -> dict[str, str]:
+def provenance(kind: str, source: str) -> dict[str, str]:
     return {"kind": kind, "source": source, "date": today()}
 
 
@@ -203,7 +236,7 @@ def fitted_link(curves: Mapping[Key, Curve], rows: Mapping[Key, Sequence[Measure
     if cheap < full:
         link["low_latency"] = {"alpha_ns": round(cheap), "share": _share(rings, rate, start, cheap)}
     used = [row for key in rings for row in rows[key]]
-    return {**link, "provenance": _provenance("fitted", f"ring formula read off {len(used)} times of {named(used)}")}
+    return {**link, "provenance": provenance("fitted", f"ring formula read off {len(used)} times of {named(used)}")}
 
 
 def _bandwidth(rings: Mapping[Key, Curve]) -> float:
