@@ -54,7 +54,6 @@ PROFILES = HERE.parents[1] / "cost_profiles"
 SHIPPED = {
     "A100-SXM4-80GB": "a100", "H100-SXM5-80GB": "h100", "H200-SXM5-141GB": "h200", "B200-SXM6-180GB": "b200",
     "GB200": "gb200", "L40S": "l40s", "L4": "l4", "A100-SXM4-40GB": "a100-40gb", "V100-SXM2-32GB": "v100",
-    "a100": "a100", "v100": "v100",
 }  # fmt: skip
 WIRED = ("V100-SXM2-32GB",)  # NVLink from GPU to GPU, without a switch
 #: nodes with one adapter of 400 Gb/s a GPU: InfiniBand, which counts unless another is named, or EFA
@@ -96,8 +95,9 @@ class Prediction(NamedTuple):
 
 
 def shipped_predictions(rows: Iterable[Measurement]) -> list[Prediction]:
-    """Those of the shipped profiles, for the rows of their GPUs."""
-    profiles = {gpu: load_profile(name) for gpu, name in SHIPPED.items() if _is_shipped(name)}
+    """Those of the shipped profiles, for the rows of their GPUs, whose names a table may use, too."""
+    names = SHIPPED | {name: name for name in SHIPPED.values()}
+    profiles = {gpu: load_profile(name) for gpu, name in names.items() if _is_shipped(name)}
     inside = [
         Prediction(row, _cost_ns(row, profiles[row.gpu])) for row in rows if row.gpu in profiles and row.nodes == 1
     ]
@@ -323,7 +323,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
         "date": datetime.date.today().isoformat(),
         "targets": TARGETS,
-        "rows of GPUs without a profile": dict(Counter(row.gpu for row in rows if row.gpu not in SHIPPED)),
+        "rows of GPUs without a profile": dict(
+            Counter(row.gpu for row in rows if row.gpu not in {*SHIPPED, *SHIPPED.values()})
+        ),
         "rows across nodes": sum(row.nodes > 1 for row in rows),
     }
     options.output.write_text(json.dumps({**head, **results}, indent=1) + "\n", encoding="utf-8")

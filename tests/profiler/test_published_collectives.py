@@ -72,7 +72,7 @@ def test_the_side_of_a_jump_is_that_of_the_like_collective() -> None:
     """Both double at 1 MiB, and one lacks that size: a straight line would lie between."""
     jump = {size: (2.0 if size >= 1 << 20 else 1.0) * size for size in POWERS}
     lacking = {size: 1.5 * time for size, time in jump.items() if size != 1 << 20}
-    assert filled(lacking, 1 << 20, jump) == pytest.approx(1.5 * jump[1 << 20])
+    assert filled(lacking, 1 << 20, [jump], is_line_told=False) == pytest.approx(1.5 * jump[1 << 20])
     assert filled(lacking, 1 << 20) < 1.3 * jump[1 << 20]
 
 

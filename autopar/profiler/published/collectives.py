@@ -149,10 +149,20 @@ def _isotonic(times: Sequence[float]) -> list[float]:
 
 def completed(curves: Mapping[Key, Curve]) -> dict[Key, Curve]:
     """The curves with the powers of two that they lack, from their least size to 1 GiB."""
-    return {
-        (op, ranks): _with(curve, _lacking(curve), curves.get((LIKE.get(op, ""), ranks)))
-        for (op, ranks), curve in curves.items()
-    }
+    return {key: _with(curve, _lacking(curve), *_told_by(key, curves)) for key, curve in curves.items()}
+
+
+def _told_by(key: Key, curves: Mapping[Key, Curve]) -> tuple[list[Curve], bool]:
+    """The curves that say what another lacks, and whether a straight line says as much as each of them.
+
+    For all-reduces those of other groups, in which the jumps are nearly at the same sizes; for all-to-alls none: left
+    out in turn, their sizes were told worse by other groups than by the line.
+    """
+    op, ranks = key
+    if op in LIKE:
+        return [curves[LIKE[op], ranks]] if (LIKE[op], ranks) in curves else [], False
+    others = [curve for (other, number), curve in curves.items() if other == op == "all_reduce" and number != ranks]
+    return others, True
 
 
 def _lacking(curve: Collection[int]) -> list[int]:
@@ -161,25 +171,29 @@ def _lacking(curve: Collection[int]) -> list[int]:
     return [power for power in powers if not any(abs(math.log2(size / power)) < 0.25 for size in curve)]
 
 
-def _with(curve: Curve, sizes: Iterable[int], like: Curve | None) -> Curve:
-    points = sorted({**curve, **{size: filled(curve, size, like) for size in sizes}}.items())
+def _with(curve: Curve, sizes: Iterable[int], likes: Sequence[Curve], is_line_told: bool) -> Curve:
+    points = sorted({**curve, **{size: filled(curve, size, likes, is_line_told) for size in sizes}}.items())
     return dict(zip([size for size, _ in points], _isotonic([time for _, time in points]), strict=True))
 
 
-def filled(curve: Curve, size: int, like: Curve | None = None) -> float:
-    """Nanoseconds at a size that was not measured.
+def filled(curve: Curve, size: int, likes: Sequence[Curve] = (), is_line_told: bool = True) -> float:
+    """Nanoseconds at a size that was not measured: the geometric mean of what is told of it.
 
-    As a collective of like messages has it, times how much longer this one took at the sizes next to it that both have;
-    where there is none, in a straight line of bytes: α + bβ is exact between two sizes of one protocol.
+    A like curve tells its own time, times how much longer this one took at the sizes next to it that both have; the
+    line is one of bytes: α + bβ is exact between two sizes of one protocol. Where no curve has the size, the line.
     """
-    if like and size in like:
-        common = sorted(set(curve) & set(like))
-        right = bisect_right(common, size)
-        if 0 < right < len(common):
-            low, high = common[right - 1], common[right]
-            share = math.log(size / low) / math.log(high / low)
-            return like[size] * math.pow(curve[low] / like[low], 1 - share) * math.pow(curve[high] / like[high], share)
-    return _straight(sorted(curve.items()), size)
+    told = [time for like in likes if (time := _as_in(like, curve, size)) is not None]
+    return geometric_mean([*told, _straight(sorted(curve.items()), size)] if is_line_told or not told else told)
+
+
+def _as_in(like: Curve, curve: Curve, size: int) -> float | None:
+    common = sorted(set(curve) & set(like))
+    right = bisect_right(common, size)
+    if size not in like or not 0 < right < len(common):
+        return None
+    low, high = common[right - 1], common[right]
+    share = math.log(size / low) / math.log(high / low)
+    return like[size] * math.pow(curve[low] / like[low], 1 - share) * math.pow(curve[high] / like[high], share)
 
 
 def _straight(points: Sequence[tuple[int, float]], size: int) -> float:
@@ -191,7 +205,7 @@ def _straight(points: Sequence[tuple[int, float]], size: int) -> float:
     return max(y, y + (next_y - y) * (size - x) / (next_x - x))
 
 
-# CollectiveBlocks ----------------------------------------
+# Blocks ----------------------------------------
 
 
 def _points(key: Key, curve: Curve, rows: Sequence[Measurement]) -> dict[str, Any]:
