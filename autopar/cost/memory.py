@@ -130,8 +130,8 @@ def workspace_bytes(op: str, sizes: Sizes) -> Workspace:
     return rule(sizes) if rule is not None and sizes.operands else (0, 0)
 
 
-def lowered_memory(op: str, sizes: Sizes, operands: tuple[Placement, ...]) -> Lowered | None:
+def lowered_memory(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> Lowered | None:
     """What the runtime's function keeps and takes that runs in the operator's place with operands so placed; None where
     the operator itself runs."""
-    rule = operator(op).lowered
-    return rule(sizes, operands) if rule is not None else None
+    rule = operator(node.op).lowered
+    return rule(node, sizes, operands) if rule is not None else None

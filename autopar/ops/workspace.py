@@ -13,7 +13,9 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from autopar.ir.graph import Node
 from autopar.ir.placement import Placement, S, Shape
+from autopar.ops.call import argument
 
 
 class Sizes(NamedTuple):
@@ -52,8 +54,8 @@ class Lowered(NamedTuple):
     workspace: Workspace
 
 
-LoweredRule = Callable[[Sizes, tuple[Placement, ...]], Lowered | None]
-"""By sizes, and where the operands lie; None where the operator itself runs."""
+LoweredRule = Callable[[Node, Sizes, tuple[Placement, ...]], Lowered | None]
+"""Of a call, by its sizes and where its operands lie; None where the operator itself runs."""
 
 
 def backward(copies: int) -> WorkspaceRule:
@@ -78,7 +80,7 @@ def cross_entropy(sizes: Sizes) -> Workspace:
     return 0, sizes.operand(0)
 
 
-def split_cross_entropy(sizes: Sizes, operands: tuple[Placement, ...]) -> Lowered | None:
+def split_cross_entropy(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> Lowered | None:
     """`_SplitClasses` of the runtime: exponentials, and for each row two sums, its scale, whether it counts, whether
     its class is here and which column that is. Rows of numbers of the same kinds come and go beside them."""
     if S(1) not in operands[0]:
@@ -90,13 +92,13 @@ def split_cross_entropy(sizes: Sizes, operands: tuple[Placement, ...]) -> Lowere
     return Lowered(saved, (forward + scores * is_widened, 4 * width * rows + scores * is_widened))
 
 
-def split_lookup(sizes: Sizes, operands: tuple[Placement, ...]) -> Lowered | None:
-    """Of rows of a table that others have: the numbers of those that are here, which these are, and what is found
-    before zeros take the place of the others."""
+def split_lookup(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> Lowered | None:
+    """Of rows of a table that others have: the numbers of those that are here, which these are, which are padding, and
+    what is found before zeros take the place of the others."""
     if S(0) not in operands[0]:
         return None
-    count = math.prod(sizes.operands[1])
-    return Lowered(count * (INDEX_BYTES + 1), (count * INDEX_BYTES + sizes.result, sizes.result))
+    count, has_padding = math.prod(sizes.operands[1]), argument(node, 2, "padding_idx", -1) >= 0
+    return Lowered(count * (INDEX_BYTES + 1 + has_padding), (count * INDEX_BYTES + sizes.result, sizes.result))
 
 
 def rms_norm(sizes: Sizes) -> Workspace:

@@ -653,7 +653,7 @@ class Lowering:
                 times = split_norm_time_ns(passes, size, self.profile)
                 split = split and split._replace(backward_ns=split_norm_backward_ns(passes, size, self.profile))
             sizes = self._sizes(node, inputs, outputs, bool(own))
-            lowered = lowered_memory(node.op, sizes, placements.operands)
+            lowered = lowered_memory(node, sizes, placements.operands)
             workspace = workspace_bytes(node.op, sizes) if lowered is None else lowered.workspace
             kept = None if lowered is None else lowered.saved_bytes
             known = OperatorPrice(*times, issue_ns, inner, inner_backward, workspace, split, kept)
