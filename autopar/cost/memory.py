@@ -15,7 +15,7 @@ from autopar.ir.placement import Placement, Shape
 from autopar.ops.layout import copied
 from autopar.ops.saved import Saved
 from autopar.ops.table import operator
-from autopar.ops.workspace import Lowered, Sizes, Workspace
+from autopar.ops.workspace import RuntimeMemory, Sizes, Workspace
 
 # Optimizer state ----------------------------------------
 
@@ -130,7 +130,7 @@ def workspace_bytes(op: str, sizes: Sizes) -> Workspace:
     return rule(sizes) if rule is not None and sizes.operands else (0, 0)
 
 
-def lowered_memory(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> Lowered | None:
+def lowered_memory(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory | None:
     """What the runtime's function keeps and takes that runs in the operator's place with operands so placed; None where
     the operator itself runs."""
     rule = operator(node.op).lowered

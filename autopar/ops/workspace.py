@@ -46,7 +46,7 @@ Workspace = tuple[int, int]
 WorkspaceRule = Callable[[Sizes], Workspace]
 
 
-class Lowered(NamedTuple):
+class RuntimeMemory(NamedTuple):
     """Of a function of the runtime that runs in the place of an operator: bytes that autograd keeps of it, instead of
     what it keeps of that, and what it takes for a while."""
 
@@ -54,7 +54,7 @@ class Lowered(NamedTuple):
     workspace: Workspace
 
 
-LoweredRule = Callable[[Node, Sizes, tuple[Placement, ...]], Lowered | None]
+LoweredRule = Callable[[Node, Sizes, tuple[Placement, ...]], RuntimeMemory | None]
 """Of a call, by its sizes and where its operands lie; None where the operator itself runs."""
 
 
@@ -80,7 +80,7 @@ def cross_entropy(sizes: Sizes) -> Workspace:
     return 0, sizes.operand(0)
 
 
-def split_cross_entropy(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> Lowered | None:
+def split_cross_entropy(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory | None:
     """`_SplitClasses` of the runtime: exponentials, and for each row two sums, its scale, whether it counts, whether
     its class is here and which column that is. Rows of numbers of the same kinds come and go beside them."""
     if S(1) not in operands[0]:
@@ -89,16 +89,16 @@ def split_cross_entropy(node: Node, sizes: Sizes, operands: tuple[Placement, ...
     scores, is_widened = math.prod(sizes.operands[0]) * width, width != sizes.itemsize
     saved = scores + rows * (2 * width + INDEX_BYTES + sizes.itemsize + 2)
     forward = rows * (2 * INDEX_BYTES + 4 * width + sizes.itemsize)
-    return Lowered(saved, (forward + scores * is_widened, 4 * width * rows + scores * is_widened))
+    return RuntimeMemory(saved, (forward + scores * is_widened, 4 * width * rows + scores * is_widened))
 
 
-def split_lookup(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> Lowered | None:
+def split_lookup(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory | None:
     """Of rows of a table that others have: the numbers of those that are here, which these are, which are padding, and
     what is found before zeros take the place of the others."""
     if S(0) not in operands[0]:
         return None
     count, has_padding = math.prod(sizes.operands[1]), argument(node, 2, "padding_idx", -1) >= 0
-    return Lowered(count * (INDEX_BYTES + 1 + has_padding), (count * INDEX_BYTES + sizes.result, sizes.result))
+    return RuntimeMemory(count * (INDEX_BYTES + 1 + has_padding), (count * INDEX_BYTES + sizes.result, sizes.result))
 
 
 def rms_norm(sizes: Sizes) -> Workspace:

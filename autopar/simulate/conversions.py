@@ -27,7 +27,7 @@ class Way(NamedTuple):
     workspace_bytes: int
 
 
-class _Tensor(NamedTuple):
+class _Slice(NamedTuple):
     """A slice: its shape, bytes of an element, and whether its dims lie in memory in another order than theirs."""
 
     shape: Shape
@@ -38,9 +38,9 @@ class _Tensor(NamedTuple):
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
 
-    def like(self, shape: Shape) -> _Tensor:
+    def like(self, shape: Shape) -> _Slice:
         """Another, of dims in their order."""
-        return _Tensor(shape, self.itemsize, False)
+        return _Slice(shape, self.itemsize, False)
 
     def is_outermost(self, dim: int) -> bool:
         """Whether slices along the dim lie one after the other."""
@@ -82,13 +82,13 @@ class Moves:
             axis = self._axes[step.axis]
             if axis.size == 1:
                 continue
-            one = self._step(before, after, _Tensor(shape, itemsize, is_permuted), made, axis)
+            one = self._step(before, after, _Slice(shape, itemsize, is_permuted), made, axis)
             most = max(most, (held or 0) + one.workspace_bytes + (one.own_bytes or 0))
             held = held if one.own_bytes is None else one.own_bytes
             is_permuted = is_permuted and after.kind == "S" and before.kind in "IR"
         return Way(held, most - (held or 0))
 
-    def _step(self, before: Type, after: Type, x: _Tensor, made: Shape, axis: Axis) -> Way:
+    def _step(self, before: Type, after: Type, x: _Slice, made: Shape, axis: Axis) -> Way:
         kinds, size = before.kind + after.kind, math.prod(made) * x.itemsize
         if kinds in ("IR", "RI"):
             return Way(None, 0)
@@ -102,13 +102,13 @@ class Moves:
             return _exchanged(x, before.dim, after.dim, made, axis)
         return Way(size, 0)
 
-    def _scattered(self, x: _Tensor, dim: int, axis: Axis) -> Way:
+    def _scattered(self, x: _Slice, dim: int, axis: Axis) -> Way:
         """One part of the sum of all ranks' tensors."""
         padded = _padded(x, dim, axis)
         is_padded, is_outermost = padded != x.num_bytes, x.is_outermost(dim) and not axis.shares
         part, copied = padded // axis.size, 0 if is_outermost and not is_padded else padded
         before = padded * (is_padded + (not is_outermost)) - part
-        return Way(part, max(before, copied + padded * self._sums_parts))
+        return Way(part, max(before, copied + max(padded * self._sums_parts, part * is_padded)))
 
 
 def _of_gradient(type_: Type) -> Type:
@@ -116,7 +116,7 @@ def _of_gradient(type_: Type) -> Type:
     return {R: P, P: R}.get(type_, type_)
 
 
-def _gathered(x: _Tensor, dim: int, made: Shape, axis: Axis) -> Way:
+def _gathered(x: _Slice, dim: int, made: Shape, axis: Axis) -> Way:
     """The parts of all ranks, one after the other, and joined where they do not lie so in the whole."""
     whole = x.like(made)
     padded = _padded(whole, dim, axis)
@@ -127,18 +127,21 @@ def _gathered(x: _Tensor, dim: int, made: Shape, axis: Axis) -> Way:
     return Way(whole.num_bytes, sent + padded + cut_to_size)
 
 
-def _exchanged(x: _Tensor, dim: int, target: int, made: Shape, axis: Axis) -> Way:
+def _exchanged(x: _Slice, dim: int, target: int, made: Shape, axis: Axis) -> Way:
     """Parts along one dim against parts along another."""
-    whole = x.like(made)
-    sent = _padded(x.like(_with(x.shape, dim, longest_part(made[dim], axis))), target, axis)
-    is_cut_in_place = sent == x.num_bytes and x.is_outermost(target) and not axis.shares
+    whole, longest = x.like(made), x.like(_with(x.shape, dim, longest_part(made[dim], axis)))
+    sent, is_padded = _padded(longest, target, axis), made[dim] % axis.units
+    is_cut_in_place = sent == longest.num_bytes and x.is_outermost(target) and not axis.shares
     copied = 0 if is_cut_in_place else sent
-    if whole.is_outermost(dim) and sent == whole.num_bytes and not axis.shares:
-        return Way(sent, copied)
-    return Way(whole.num_bytes, copied + sent * (1 if sent == whole.num_bytes or axis.shares else 2))
+    before = longest.num_bytes * bool(is_padded) + sent * (sent != longest.num_bytes) + copied
+    shorter = whole.num_bytes if sent != longest.num_bytes else 0  # of ranks whose parts are cut to size
+    if whole.is_outermost(dim) and not axis.shares:
+        return Way(sent, max(copied + shorter, before - sent))
+    joined = sent * (1 if not is_padded or axis.shares else 2)
+    return Way(whole.num_bytes, max(copied + joined + shorter, before - whole.num_bytes))
 
 
-def _padded(whole: _Tensor, dim: int, axis: Axis) -> int:
+def _padded(whole: _Slice, dim: int, axis: Axis) -> int:
     """Bytes of a tensor of whose parts along the dim each is as long as the longest."""
     length = max(1, whole.shape[dim])
     return whole.num_bytes // length * longest_part(length, axis) * axis.size

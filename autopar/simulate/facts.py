@@ -168,11 +168,11 @@ class Recomputation:
         ]
         again = {piece for needed in pieces_needed(steps) for piece in needed}
         known = zip(pieces, statements, strict=True)
-        self._again: set[str | Value] = {_key(s) for piece, s in known if piece >= 0 and piece in again}
+        self._again: set[str | Value] = {key_of(s) for piece, s in known if piece >= 0 and piece in again}
 
     def runs_again(self, statement: Statement) -> bool:
         """Whether the backward pass runs the statement once more."""
-        return _key(statement) in self._again
+        return key_of(statement) in self._again
 
     def computes_again(self, node: str) -> bool:
         """Whether an operator runs again."""
@@ -242,7 +242,8 @@ def number_calls(calls: Iterable[Call | None]) -> list[int]:
     return found
 
 
-def _key(statement: Statement) -> str | Value:
+def key_of(statement: Statement) -> str | Value:
+    """An operator's name, or what a conversion makes."""
     return statement.node.name if isinstance(statement, Operate) else statement.makes[0]
 
 

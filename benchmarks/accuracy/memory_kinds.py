@@ -1,6 +1,6 @@
 """Tracked memory against predicted, for every kind of plan that two gloo ranks can run, on models of a few blocks.
 
-    python -m benchmarks.accuracy.memory_kinds [--models gpt …] [--kinds "dp zero3 full" …] [--output benchmarks/accuracy]
+    python -m benchmarks.accuracy.memory_kinds [--models gpt …] [--plans "dp zero3" …] [--again full …]
 
 Run from the root of the repository. Kinds: data, tensor and sequence parallel, ZeRO 0 to 3, stages in every schedule,
 in one to four microbatches, each with nothing, whole blocks, attention, cheap operators or named ones computed again;
@@ -207,17 +207,18 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE, help="folder for the results")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    rows = []
+    ranks, rows = RankPool(2, timeout_s=600), list[Row]()
     for kind in KINDS:
         if kind.model not in options.models or kind.plan not in options.plans or kind.again not in options.again:
             continue
         try:
-            rows.append(measure(kind))
+            rows.append(measure(kind, ranks))
         except autopar.AutoparError as error:
             print(f"{kind}: no such plan ({error})", flush=True)
             continue
         print(f"{kind}: {rows[-1].spare_bytes:,} B, {rows[-1].error:+.2%} in {rows[-1].measured_in}", flush=True)
     write_report(options.output, "memory_kinds", rows, *(summary(rows)[0], table(rows)))
+    ranks.stop()
     text, holds = summary(rows)
     print(text)
     sys.exit(not holds)
