@@ -182,10 +182,10 @@ def _checks() -> Iterator[tuple[str, ...]]:
             "`python -m benchmarks.accuracy.published`",
         )
     for what, label in (("shipped profiles", "with what is shipped"), ("sizes left out", "of sizes left out")):
-        yield from _collectives(collectives[what]["by gpu and collective"], collectives["targets"], label)
+        yield from _collective_checks(collectives[what]["by gpu and collective"], collectives["targets"], label)
 
 
-def _collectives(
+def _collective_checks(
     groups: Mapping[str, Mapping[str, float]], targets: Mapping[str, float], label: str
 ) -> Iterator[tuple[str, ...]]:
     """The worst of all GPUs and collectives, by each figure that has a target."""
