@@ -15,7 +15,7 @@ from autopar.cost.profile import profile_from_json, profile_to_json
 from autopar.errors import ProfileError
 from autopar.profiler import load_profile, profile_names, template_profile
 
-SHIPPED = ("a100", "h100", "h200", "v100")
+SHIPPED = ("a100", "a100-40gb", "b200", "gb200", "h100", "h200", "l4", "l40s", "v100")
 
 
 def shipped_json(name: str) -> dict[str, Any]:
@@ -24,7 +24,9 @@ def shipped_json(name: str) -> dict[str, Any]:
 
 
 def test_shipped_profiles_have_sources_for_every_block() -> None:
-    assert profile_names() == ("a100-80gb", "cpu", "h100-80gb", "h200", "v100-16gb")
+    assert profile_names() == (
+        "a100-40gb", "a100-80gb", "b200", "cpu", "gb200", "h100-80gb", "h200", "l4", "l40s", "v100-16gb",
+    )  # fmt: skip
     for name in SHIPPED:
         profile = load_profile(name)
         assert profile.usable_bytes < profile.facts.capacity_bytes
@@ -156,6 +158,7 @@ def test_a_profile_tells_the_sources_of_what_a_plan_uses() -> None:
             "host",
             "operators/matmul",
             "operators/pointwise",
+            "tables/NT bfloat16",
             "links/intra_node",
             "collectives/all_reduce",
         )
