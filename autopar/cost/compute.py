@@ -174,7 +174,7 @@ def _work_ns(call: WorkKey, work: Work, family: str, direction: int, profile: Pr
         return profile.facts.view_ns[direction]
     curve = profile.curve(family)
     kernels = (backward_kernels(call) if direction else forward_kernels(call)) if profile.tables else None
-    found = found_in(kernels, call.dtype, profile.tables) if kernels else None
+    found = found_in(kernels, profile.alike(call.dtype), profile.tables) if kernels else None
     if kernels and found is not None:
         caller = profile.curve("einsum") if operator(call.op).work is EINSUM else curve
         return _kernels_ns(kernels, found, work, curve, caller, direction, call.dtype, profile)

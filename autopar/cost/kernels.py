@@ -24,15 +24,12 @@ one that it transposes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from autopar.cost.tables import Table
 from autopar.ops.table import operator
 from autopar.ops.work import TRANSPOSED_CONVOLUTION, Product, WorkKey
-
-#: dtypes whose tables serve another that has none: tensor cores multiply both as fast
-ALIKE = {"float16": ("bfloat16",), "bfloat16": ("float16",)}
 
 
 class Kernel(NamedTuple):
@@ -95,14 +92,14 @@ def backward_kernels(call: WorkKey) -> Kernels | None:
     return None if product is None else _product_gradients(call, product)
 
 
-def found_in(kernels: Kernels, dtype: str, tables: Mapping[str, Table]) -> list[Found] | None:
-    """The kernels in a profile's tables; None where one has no table."""
-    found = [_found(kernel, dtype, tables) for kernel in kernels.kernels]
+def found_in(kernels: Kernels, dtypes: Sequence[str], tables: Mapping[str, Table]) -> list[Found] | None:
+    """The kernels in a profile's tables of the first dtype that has one; None where a kernel has no table."""
+    found = [_found(kernel, dtypes, tables) for kernel in kernels.kernels]
     return [item for item in found if item] if all(found) else None
 
 
-def _found(kernel: Kernel, dtype: str, tables: Mapping[str, Table]) -> Found | None:
-    for known in (dtype, *ALIKE.get(dtype, ())):
+def _found(kernel: Kernel, dtypes: Sequence[str], tables: Mapping[str, Table]) -> Found | None:
+    for known in dtypes:
         for number, (name, coordinates) in enumerate(kernel.typed):
             table = tables.get(f"{name} {known}")
             if table is not None:

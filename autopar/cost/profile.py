@@ -295,6 +295,12 @@ class Profile:
         rates = self.facts.peak_flops
         return rates.get(dtype) or min(rates.values())
 
+    def alike(self, dtype: str) -> tuple[str, ...]:
+        """Itself, and the other dtype of two bytes where the device multiplies both as fast."""
+        other = {"float16": "bfloat16", "bfloat16": "float16"}.get(dtype)
+        rates = self.facts.peak_flops
+        return (dtype, other) if other in rates and rates[other] == rates.get(dtype) else (dtype,)
+
     def shared_by(self, devices_per_node: int) -> Profile:
         """The profile as seen by one of `devices_per_node` ranks on one host.
 

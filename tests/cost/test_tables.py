@@ -33,7 +33,8 @@ def like(table: Table, name: str, times: float) -> Table:
 def device(*tables: Table) -> Profile:
     known = template_profile()
     free = {name: replace(curve, call_ns=(0, 0)) for name, curve in known.operators.items()}
-    facts = replace(known.facts, memory_bandwidth=1e12)
+    peaks = {"float32": 1e14, "bfloat16": 1e15, "float16": 1e15}
+    facts = replace(known.facts, memory_bandwidth=1e12, peak_flops=peaks)
     return replace(known, facts=facts, operators=free, tables={table.name: table for table in tables}, _shared={})
 
 
@@ -59,6 +60,13 @@ def test_a_layer_has_a_table_for_each_of_its_three_products(dtype: str) -> None:
     forward, backward = times_of("linear", [(2, 256, 2048), (1024, 2048)], (2, 256, 1024), dtype)
     assert forward == pytest.approx(flops * 2e-3, abs=1)
     assert backward == pytest.approx((2 + 3) * flops * 2e-3, abs=2)
+
+
+def test_a_dtype_that_is_slower_has_no_other_ones_table() -> None:
+    """As bfloat16 on a V100, which multiplies it without tensor cores."""
+    facts = replace(WHOLE.facts, peak_flops={"float32": 1e13, "bfloat16": 1e15, "float16": 1e13})
+    assert replace(WHOLE, facts=facts).alike("float16") == ("float16",)
+    assert WHOLE.alike("float16") == ("float16", "bfloat16") and WHOLE.alike("float32") == ("float32",)
 
 
 def test_no_kernel_takes_less_than_the_least_and_operands_come_from_memory_beside_the_grid() -> None:
