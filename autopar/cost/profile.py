@@ -297,7 +297,7 @@ class Profile:
 
     def alike(self, dtype: str) -> tuple[str, ...]:
         """Itself, and the other dtype of two bytes where the device multiplies both as fast."""
-        other = {"float16": "bfloat16", "bfloat16": "float16"}.get(dtype)
+        other = {"float16": "bfloat16", "bfloat16": "float16"}.get(dtype, "")
         rates = self.facts.peak_flops
         return (dtype, other) if other in rates and rates[other] == rates.get(dtype) else (dtype,)
 
