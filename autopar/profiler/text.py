@@ -37,7 +37,7 @@ def shipped_text(profile: Profile) -> str:
     data["links"] = [
         {name: value for name, value in link.items() if value not in (None, 0, [])} for link in data["links"]
     ]
-    empty = [name for name in ("host", "runtime", "waits", "tables") if not data.get(name)]
+    empty = [name for name in ("host", "runtime", "waits", "tables", "call", "interference") if not data.get(name)]
     return profile_text({name: value for name, value in data.items() if name not in empty}) + "\n"
 
 
