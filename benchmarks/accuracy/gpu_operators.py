@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,8 +170,11 @@ class Predictor:
 
     def _profile(self, gpu: str) -> Profile | None:
         shipped = [load_profile(name) for name in profile_names()]
-        own = next((profile for profile in shipped if is_of(profile, gpu)), None)
-        if own is None or self.folder is None:
+        found = next((profile for profile in shipped if is_of(profile, gpu)), None)
+        if found is None:
+            return None
+        own = replace(found, facts=replace(found.facts, sustained_clock=1.0), _shared={})  # rows are bursts
+        if self.folder is None:
             return own
         try:
             return profile_from_folder(self.folder, own, datetime.date.today().isoformat(), taken=four_fifths)

@@ -105,7 +105,7 @@ def test_every_block_needs_its_source_and_date() -> None:
 def test_measured_collectives_are_shipped_with_their_source() -> None:
     """Of the V100, which has no switch, all-reduces of groups that are wired in their own way, too."""
     rings = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
-    for name in SHIPPED:
+    for name in ("a100", "h100", "h200", "v100"):
         measured = load_profile(name).collectives
         assert {(kind, ranks) for kind, _, ranks in measured} >= {(kind, n) for kind in rings for n in (2, 4, 8)}
         assert all(item.provenance.kind == "published" for item in measured.values())
