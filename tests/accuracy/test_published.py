@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from autopar.profiler import load_profile
+from autopar.profiler.text import profile_text
 from benchmarks.accuracy import megatron, published
 from benchmarks.accuracy.constants import CONSTANTS, measured_system, shipped_constants, with_constants
 from benchmarks.accuracy.fitting import gauss_newton_step
-from benchmarks.accuracy.profile_text import profile_text
 
 HEADER = (
     "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor parallelism,"

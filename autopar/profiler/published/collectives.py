@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -56,14 +57,24 @@ def collective_blocks(folder: Path, gpu: str) -> CollectiveBlocks:
 
     Raises ValueError for a table that lacks columns.
     """
-    paths = sorted(path for path in folder.glob("collectives*") if path.name.endswith((".csv", ".csv.gz")))
-    rows = [row for path in paths for row in read_measurements(path) if row.gpu == gpu]
+    rows = [row for path in _tables(folder) for row in read_measurements(path) if row.gpu == gpu]
     served = {key: own for key, own in served_by(rows).items() if key[0] != "send" or own[0].nodes == 1}
     curves = completed({key: thinned(own) for key, own in served.items()})
     links = fitted_link(curves, served)
     return CollectiveBlocks(
         [links] if links else [], [_points(key, curves[key], served[key]) for key in sorted(curves)]
     )
+
+
+def gpus_of(folder: Path) -> list[str]:
+    """The GPUs whose collectives the folder's tables have, those with most rows first."""
+    return [
+        gpu for gpu, _ in Counter(row.gpu for path in _tables(folder) for row in read_measurements(path)).most_common()
+    ]
+
+
+def _tables(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("collectives*") if path.name.endswith((".csv", ".csv.gz")))
 
 
 def with_collectives(profile: Profile, folder: Path, gpu: str) -> Profile:
