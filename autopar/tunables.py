@@ -74,9 +74,6 @@ BESIDE_KNOWN = 1.05
 HOPELESS = 1.03
 """A setting whose fastest placements would take so many times the best estimate is not looked at further. At 1, what
 estimates cannot tell apart is left out; at 1.06, more settings are traded against memory for nothing."""
-BELOW_CHORD = 0.5
-"""Of the way from placements that are fast and do not fit to those that do, how much time the best between are likely
-to take: the hull is below its chord. At 1, better ones are missed; at 0, all that is near memory is halved."""
 TEMPLATE_SHAPES = 8
 """Logical shapes, the best first, for which placements are also found around templates: at most three solves each.
 Halved, what hides more than it costs may be missed; doubled, that takes twice as long."""

@@ -33,7 +33,6 @@ from autopar.staged.ways import (
     largest_peak,
 )
 from autopar.tunables import (
-    BELOW_CHORD,
     BESIDE_KNOWN,
     BETWEEN,
     FEW_DEVICES,
@@ -136,8 +135,7 @@ class StagedSearch:
     @property
     def _bound_ns(self) -> int:
         """What is estimated to take longer is not looked at further."""
-        known_ns = self.known_ns * BESIDE_KNOWN
-        return int(min(_NEVER, known_ns, self._best_ns * (HOPELESS if self._best_ns < int(known_ns) else 1)))
+        return int(min(_NEVER, BESIDE_KNOWN * self.known_ns, HOPELESS * self._best_ns))
 
     @property
     def _candidates(self) -> list[EstimatedStages]:
@@ -307,7 +305,7 @@ class StagedSearch:
             floor = min(candidate.step_ns for candidate in found)
             self._hidden = min(self._hidden, floor / in_a_row)
             if floor < self._bound_ns and self._least(found) == _NEVER:
-                found = [*found, *self._variants(setting, curve, fastest, found)]
+                found += self._variants(setting, curve, fastest)
         except InfeasibleError:
             return _Look(_NEVER, _NEVER, [])
         least = self._least(found)
@@ -342,40 +340,36 @@ class StagedSearch:
         """The recomputation that computes least again."""
         return next(iter(self.layered.recomputations))
 
-    def _variants(
-        self, setting: Setting, curve: TradeOffs, fastest: TradeOff, known: list[EstimatedStages]
-    ) -> list[EstimatedStages]:
-        """For each recomputation the fastest placements that fit. known: of the fastest that compute least again.
+    def _variants(self, setting: Setting, curve: TradeOffs, fastest: TradeOff) -> list[EstimatedStages]:
+        """For each recomputation the fastest placements that fit, where those that compute least again do not.
 
         What is computed again makes nothing faster: more of it is looked at where with less too little fits, as long as
         the fastest placements are not slower than the best. Of these the most first: where none fit with that, none do
         with less.
         """
-        found, fast = list[EstimatedStages](), {self._least_again: known}
+        found, likely = list[EstimatedStages](), [self._least_again]
         for recompute in [*self.layered.recomputations][1:]:
             found += (here := self._staged(setting, fastest, recompute))
-            is_slow = min(c.step_ns for c in here) >= self._bound_ns
+            is_slow = min(c.step_ns for c in here) >= HOPELESS * self._bound_ns
             if is_slow or self._least(here) < _NEVER:
                 break
-            fast[recompute] = here
+            likely.append(recompute)
         smallest = curve.smallest(fastest)
-        for recompute in reversed(fast):
-            bound = min(self._least(found), self._bound_ns)
+        for recompute in reversed(likely):
             limits = replace(curve, in_flight=0) if recompute in ("extensive", "full") else curve
-            found += (here := self._fitted(setting, limits, (fastest, smallest), recompute, fast[recompute], bound))
+            found += (here := self._fitted(setting, limits, (fastest, smallest), recompute))
             if self._least(here) == _NEVER:
                 break
         return found
 
     def _fitted(
-        self, setting: Setting, curve: TradeOffs, ends: tuple[TradeOff, TradeOff], recompute: str,
-        known: Sequence[EstimatedStages], bound: int,
-    ) -> list[EstimatedStages]:  # fmt: skip
-        """Halves the hull between the fastest placements, which are known, and the smallest, for the fastest that fit,
-        where these may be better than the bound."""
+        self, setting: Setting, curve: TradeOffs, ends: tuple[TradeOff, TradeOff], recompute: str
+    ) -> list[EstimatedStages]:
+        """Halves the hull between the fastest placements, which do not fit, and the smallest, for the fastest that
+        fit."""
         fast, small = ends
         found = self._staged(setting, small, recompute)
-        if self._least(found) == _NEVER or self._likely_ns(known, found) >= bound:
+        if self._least(found) == _NEVER:
             return found
         for _ in range(HULL_HALVINGS):
             between = curve.between(fast, small)
@@ -384,12 +378,6 @@ class StagedSearch:
             found += (here := self._staged(setting, between, recompute))
             fast, small = (fast, between) if self._least(here) < _NEVER else (between, small)
         return found
-
-    def _likely_ns(self, fast: Sequence[EstimatedStages], small: Sequence[EstimatedStages]) -> float:
-        """What the fastest placements that fit take, somewhat below the chord between those that do not and others."""
-        most, least = (min(c.peak_bytes for c in found) for found in (fast, small))
-        floor, share = min(c.step_ns for c in fast), (most - self.admitted) / max(1, most - least)
-        return floor + BELOW_CHORD * share * (self._least(small) - floor)
 
     def _staged(self, setting: Setting, choice: TradeOff, recompute: str) -> list[EstimatedStages]:
         """The best stages of one way under each schedule. Raises InfeasibleError where constraints allow none."""
