@@ -47,7 +47,11 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the device is. Launch and view costs are (forward, backward); FLOP/s by dtype."""
+    """What the device is. Launch and view costs are (forward, backward); FLOP/s by dtype.
+
+    sustained_clock: the share of their measured pace that products, attention and convolutions keep in whole training
+    steps, where power and heat hold the clock down; kernels are measured in bursts.
+    """
 
     peak_flops: Mapping[str, float]
     memory_bandwidth: float
@@ -58,6 +62,7 @@ class Facts:
     provenance: Provenance
     cores: int | None = None
     overlap_slowdown: float = 1.0
+    sustained_clock: float = 1.0
 
 
 @dataclass(frozen=True)
