@@ -1,4 +1,4 @@
-"""A profile from a folder of published tables: blocks of operators anew, all else as in a profile of the same name.
+"""A profile from a folder of published tables: blocks of operators, and of collectives inside a node, anew.
 
 What a folder says nothing of stays what it was, with its source. A profile's GPU is known by the words of its name
 (`h100-80gb` is `H100-SXM5-80GB`); one that was measured by nobody is told like which it is (`like`).
@@ -6,13 +6,15 @@ What a folder says nothing of stays what it was, with its source. A profile's GP
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
-from autopar.cost.profile import Profile
+from autopar.cost.profile import Profile, profile_from_json, profile_to_json
 from autopar.errors import ProfileError
 from autopar.profiler.published.attention import attention_tables
 from autopar.profiler.published.carrying import carried, facts_of
+from autopar.profiler.published.collectives import CollectiveBlocks, collective_blocks
 from autopar.profiler.published.products import product_tables
 from autopar.profiler.published.rows import Taken, everything, gpus_in
 
@@ -32,7 +34,20 @@ def profile_from_folder(folder: Path, base: Profile, date: str, like: str = "", 
     operators = {
         name: replace(curve, call_ns=(0, 0)) if name in known else curve for name, curve in base.operators.items()
     }
-    return replace(base, operators=operators, tables={table.name: table for table in tables}, _shared={})
+    made = replace(base, operators=operators, tables={table.name: table for table in tables}, _shared={})
+    return made if like else _with_collectives(made, collective_blocks(folder, gpu))
+
+
+def _with_collectives(profile: Profile, blocks: CollectiveBlocks) -> Profile:
+    """The profile with measured collectives in place of its own for the same groups, and their links."""
+    if not blocks.collectives:
+        return profile
+    data = profile_to_json(profile)
+    for name, key in (("collectives", ("collective", "level", "ranks")), ("links", ("level",))):
+        measured = getattr(blocks, name)
+        known = {tuple(item[part] for part in key) for item in measured}
+        data[name] = measured + [item for item in data[name] if tuple(item[part] for part in key) not in known]
+    return profile_from_json(json.loads(json.dumps(data)), profile.name)
 
 
 def gpu_of(folder: Path, profile: Profile) -> str:
