@@ -23,14 +23,16 @@ import numpy as np
 from autopar.cost import Profile
 from autopar.cost.profile import Host, Provenance
 from benchmarks.accuracy.fitting import Array, gauss_newton_step
-from benchmarks.accuracy.gpu.softwares import Software
+from benchmarks.accuracy.gpu.plans import profile_name
+from benchmarks.accuracy.gpu.predictions import Planned, predict
+from benchmarks.accuracy.gpu.softwares import Software, software_of
 
-HOST = {"operator_ns": 10e3, "gradient_ns": 5e3, "collective_ns": 20e3, "pass_ns": 200e3}
+HOST = {"operator_ns": 40e3, "gradient_ns": 20e3, "collective_ns": 50e3, "pass_ns": 1e6}
 STEP_NS = 50e6
-FAMILIES = {"optimizer": 1.5, "cross_entropy": 1.0, "pointwise": 1.0, "normalization": 1.0}
+FAMILIES = {"attention": 1.2, "optimizer": 1.5, "cross_entropy": 1.5, "pointwise": 1.2, "normalization": 1.2}
 PRIORS = {**HOST, "step_ns": STEP_NS, **FAMILIES}
 CLOCK = 0.9
-STEP = 0.02  # of a constant's logarithm, for derivatives
+STEP = 0.05  # of a constant's logarithm, for derivatives
 
 
 class Constant(NamedTuple):
@@ -100,3 +102,44 @@ def stepped(logs: Array, errors: Array, slopes: Array, constants: Sequence[Const
     moved: Array = logs + gauss_newton_step(errors, slopes, logs - prior)
     limited: Array = np.clip(moved, prior - np.log(10), prior + np.log(10))
     return limited
+
+
+# Steps ----------------------------------------
+
+
+def fit(
+    items: Sequence[Planned], softwares: tuple[Software, ...], profiles: dict[str, Profile], rounds: int, source: str
+) -> tuple[tuple[Software, ...], dict[str, Profile]]:
+    """Softwares and profiles whose constants fit measured rows, from those given on."""
+    names = sorted({software_of(item.row.framework, softwares).name for item in items})
+    constants = constants_of(names, sorted({profile_name(item.row.gpu) for item in items}))
+    logs = values_of(constants, softwares, profiles)
+    for number in range(rounds):
+        now = with_values(constants, logs, softwares, profiles, source)
+        errors = log_errors(items, *now)
+        slopes = [_slope(constants, logs, place, items, errors, softwares, profiles) for place in range(len(constants))]
+        print(f"round {number + 1}: mean error before {np.mean(np.abs(np.expm1(errors))):.2%}", flush=True)
+        logs = stepped(logs, errors, np.stack(slopes, axis=1), constants)
+    return with_values(constants, logs, softwares, profiles, source)
+
+
+def log_errors(items: Sequence[Planned], softwares: tuple[Software, ...], profiles: Mapping[str, Profile]) -> Array:
+    """Logarithm of predicted over measured."""
+    times = [predict(item, softwares, profiles).seconds / (item.row.measured_s or 1.0) for item in items]
+    return np.log(times)
+
+
+def _slope(
+    constants: Sequence[Constant], logs: Array, place: int, items: Sequence[Planned], errors: Array,
+    softwares: tuple[Software, ...], profiles: Mapping[str, Profile],
+) -> Array:  # fmt: skip
+    """Of the errors by one constant's logarithm: of rows of other softwares and devices none."""
+    owner = constants[place].owner
+    moved = with_values(constants, logs + STEP * np.eye(len(logs))[place], softwares, profiles, "")
+    own = [
+        number for number, item in enumerate(items)
+        if owner in (profile_name(item.row.gpu), software_of(item.row.framework, softwares).name)
+    ]  # fmt: skip
+    found = np.zeros(len(items))
+    found[own] = (log_errors([items[number] for number in own], *moved) - errors[own]) / STEP
+    return found
