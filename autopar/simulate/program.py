@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from autopar.cost import Profile, collective_time_ns, waits_along
-from autopar.cost.collectives import ACROSS, INSIDE
 from autopar.cost.compute import (
     copy_time_ns,
     node_issue_ns,
@@ -31,7 +30,7 @@ from autopar.cost.memory import (
     optimizer_workspace_bytes,
     workspace_bytes,
 )
-from autopar.cost.profile import Waits
+from autopar.cost.profile import ACROSS, INSIDE, Waits
 from autopar.errors import PlanError
 from autopar.ir.branches import (
     Coordinates,
@@ -80,7 +79,8 @@ RANK_BYTES = 4  # a DeviceMesh numbers its ranks in int32, in the host's memory
 
 class Transmission(NamedTuple):
     """One collective: its name, the link level that it is on, its bytes and nanoseconds. waits: how long its ranks wait
-    for each other besides where it stops them, if that is known. is_early: it was sent long before, and has arrived."""
+    for each other besides where it stops them, if that is known. is_early: it was sent long before, and has arrived.
+    beside_ns: its nanoseconds while its ranks compute."""
 
     collective: str
     level: str
@@ -89,6 +89,7 @@ class Transmission(NamedTuple):
     duration_ns: int
     waits: Waits | None = None
     is_early: bool = False
+    beside_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -479,7 +480,10 @@ class Lowering:
                     duration = max(duration, on_lane)
             level = INSIDE if inside else ACROSS
             waits = waits_along(mesh_axis, per_node, self.profile)
-            self.transmissions[key] = Transmission(collective, level, axis, num_bytes, duration, waits)
+            beside = round(duration * self.profile.beside_compute(level))
+            self.transmissions[key] = Transmission(
+                collective, level, axis, num_bytes, duration, waits, beside_ns=beside
+            )
         return self.transmissions[key]
 
     def _transmissions(
