@@ -108,19 +108,53 @@ def stepped(logs: Array, errors: Array, slopes: Array, constants: Sequence[Const
 
 
 def fit(
-    items: Sequence[Planned], softwares: tuple[Software, ...], profiles: dict[str, Profile], rounds: int, source: str
+    items: Sequence[Planned], softwares: tuple[Software, ...], profiles: Mapping[str, Profile], rounds: int, source: str
 ) -> tuple[tuple[Software, ...], dict[str, Profile]]:
     """Softwares and profiles whose constants fit measured rows, from those given on."""
-    names = sorted({software_of(item.row.framework, softwares).name for item in items})
-    constants = constants_of(names, sorted({profile_name(item.row.gpu) for item in items}))
+    constants = constants_for(items, softwares)
     logs = values_of(constants, softwares, profiles)
     for number in range(rounds):
-        now = with_values(constants, logs, softwares, profiles, source)
-        errors = log_errors(items, *now)
-        slopes = [_slope(constants, logs, place, items, errors, softwares, profiles) for place in range(len(constants))]
+        errors, slopes = jacobian(constants, logs, items, softwares, profiles)
         print(f"round {number + 1}: mean error before {np.mean(np.abs(np.expm1(errors))):.2%}", flush=True)
-        logs = stepped(logs, errors, np.stack(slopes, axis=1), constants)
+        logs = stepped(logs, errors, slopes, constants)
     return with_values(constants, logs, softwares, profiles, source)
+
+
+def cross_validated(
+    items: Sequence[Planned], softwares: tuple[Software, ...], profiles: Mapping[str, Profile]
+) -> dict[str, float]:
+    """Relative errors of measured rows by their ids, each under constants fitted without the rows of its model.
+
+    To first order: errors and derivatives are those at the given constants; a fit is one damped step from there.
+    """
+    constants = constants_for(items, softwares)
+    logs = values_of(constants, softwares, profiles)
+    errors, slopes = jacobian(constants, logs, items, softwares, profiles)
+    models = np.array([item.row.model for item in items])
+    found = {}
+    for model in sorted(set(models)):
+        others = models != model
+        moved = stepped(logs, errors[others], slopes[others], constants) - logs
+        own = np.expm1(errors[~others] + slopes[~others] @ moved)
+        held = (item for item, is_other in zip(items, others, strict=True) if not is_other)
+        found |= {item.row.id: float(value) for item, value in zip(held, own, strict=True)}
+    return found
+
+
+def constants_for(items: Sequence[Planned], softwares: tuple[Software, ...]) -> list[Constant]:
+    """What these rows depend on."""
+    names = sorted({software_of(item.row.framework, softwares).name for item in items})
+    return constants_of(names, sorted({profile_name(item.row.gpu) for item in items}))
+
+
+def jacobian(
+    constants: Sequence[Constant], logs: Array, items: Sequence[Planned], softwares: tuple[Software, ...],
+    profiles: Mapping[str, Profile],
+) -> tuple[Array, Array]:  # fmt: skip
+    """Errors at these constants (rows), and their derivatives by the constants' logarithms (rows, constants)."""
+    errors = log_errors(items, *with_values(constants, logs, softwares, profiles, ""))
+    slopes = [_slope(constants, logs, place, items, errors, softwares, profiles) for place in range(len(constants))]
+    return errors, np.stack(slopes, axis=1)
 
 
 def log_errors(items: Sequence[Planned], softwares: tuple[Software, ...], profiles: Mapping[str, Profile]) -> Array:
