@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.profiler.text import profile_text
-
 from benchmarks.accuracy.gpu.predictions import Predicted
 from benchmarks.accuracy.gpu.scores import Figures, by_cell, by_source, by_source_left_out, error, of_grid, scored
 

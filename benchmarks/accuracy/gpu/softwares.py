@@ -10,10 +10,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from autopar.cost.profile import Curve, Host, OperatorCurve, Profile, Provenance
 from autopar.cost.tables import Table
 from autopar.profiler.text import profile_text
-
-from autopar.cost.profile import Curve, Host, OperatorCurve, Profile, Provenance
 
 TABLE = Path(__file__).with_name("softwares.json")
 
