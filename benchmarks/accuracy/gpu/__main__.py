@@ -112,8 +112,8 @@ def write_constants(softwares: tuple[Software, ...], profiles: Mapping[str, Prof
 
 def write_clock(path: Path, clock: float) -> None:
     """Writes one number of a profile's facts, and leaves the rest of the file as it is."""
-    text = re.sub(r'\n *"sustained_clock": [\d.]+,', "", path.read_text(encoding="utf-8"))
-    path.write_text(re.sub(r'("overlap_slowdown": [\d.]+,)', rf'\1\n    "sustained_clock": {clock},', text, count=1))
+    text = re.sub(r',\n *"sustained_clock": [\d.]+', "", path.read_text(encoding="utf-8"))
+    path.write_text(re.sub(r'("overlap_slowdown": [\d.]+)', rf'\1,\n    "sustained_clock": {clock}', text, count=1))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,14 @@ from benchmarks.accuracy.gpu.softwares import Software, software_of
 
 HOST = {"operator_ns": 40e3, "gradient_ns": 20e3, "collective_ns": 50e3, "pass_ns": 1e6}
 STEP_NS = 50e6
-FAMILIES = {"attention": 1.2, "optimizer": 1.5, "cross_entropy": 1.5, "pointwise": 1.2, "normalization": 1.2}
+FAMILIES = {
+    "matmul": 1.0,
+    "attention": 1.2,
+    "optimizer": 1.5,
+    "cross_entropy": 1.5,
+    "pointwise": 1.2,
+    "normalization": 1.2,
+}
 PRIORS = {**HOST, "step_ns": STEP_NS, **FAMILIES}
 CLOCK = 0.9
 STEP = 0.05  # of a constant's logarithm, for derivatives
