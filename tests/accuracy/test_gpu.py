@@ -17,7 +17,7 @@ from benchmarks.accuracy.gpu.__main__ import main
 from benchmarks.accuracy.gpu.plans import TRACED_LENGTH, of_length, stage_layers
 from benchmarks.accuracy.gpu.predictions import Predicted
 from benchmarks.accuracy.gpu.rows import Row, Sizes, read_rows
-from benchmarks.accuracy.gpu.scores import fast_runs, regret, spearman, summary
+from benchmarks.accuracy.gpu.scores import fast_runs, of_grid, regret, spearman, summary
 from benchmarks.accuracy.gpu.softwares import by_threshold, read_softwares, software_of, write_softwares
 
 PLAIN = {
@@ -157,6 +157,13 @@ def test_figures_of_a_few_runs() -> None:
 def test_regret_is_of_plans_that_are_not_said_to_be_tight() -> None:
     runs = [predicted(1.0, 3.0), predicted(2.0, 2.0), predicted(0.5, 9.0, is_tight=True), predicted(0.1, 1.0, zero=0)]
     assert regret(runs) == pytest.approx(0.5)  # the first is taken; of the last, ZeRO-0 is not asked
+
+
+def test_a_grid_of_few_runs_has_figures_where_there_are_any() -> None:
+    figures = of_grid([predicted(1.1, 1.0), predicted(0.1, None, fits=False)])
+    assert figures["cells"] == 1
+    assert math.isnan(figures["worst mape"])  # of cells of ten runs or more there is none
+    assert figures["said to fit of these"] == 0
 
 
 def test_ties_share_their_rank() -> None:

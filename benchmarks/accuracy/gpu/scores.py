@@ -138,9 +138,9 @@ def of_grid(items: Sequence[Predicted]) -> Figures:
     memory = np.array([memory_error(item) for item in known])
     failed = [item for item in grid if not item.row.measured_s]
     return rounded({
-        "cells": len(cells), "cells of 10 runs or more": len(large), "worst mape": max(f["mape"] for f in large),
-        "least spearman": min(f["spearman"] for f in large), "median regret": np.median(regrets),
-        "worst regret": max(regrets), "memory rows": len(known), "memory": np.mean(np.abs(memory)),
+        "cells": len(cells), "cells of 10 runs or more": len(large), "worst mape": max((f["mape"] for f in large), default=math.nan),
+        "least spearman": min((f["spearman"] for f in large), default=math.nan), "median regret": np.median(regrets),
+        "worst regret": max(regrets, default=math.nan), "memory rows": len(known), "memory": np.mean(np.abs(memory)),
         "memory median": np.median(memory), "said to need < 97%": np.mean(memory < TOO_LITTLE - 1),
         "runs that did not finish": len(failed), "said to fit of these": np.mean([item.fits for item in failed]),
     })  # fmt: skip
