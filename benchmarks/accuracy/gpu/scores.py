@@ -137,10 +137,17 @@ def of_grid(items: Sequence[Predicted]) -> Figures:
     known = [item for item in grid if item.row.measured_s and item.row.memory_bytes]
     memory = np.array([memory_error(item) for item in known])
     failed = [item for item in grid if not item.row.measured_s]
-    return rounded({
-        "cells": len(cells), "cells of 10 runs or more": len(large), "worst mape": max((f["mape"] for f in large), default=math.nan),
-        "least spearman": min((f["spearman"] for f in large), default=math.nan), "median regret": np.median(regrets),
-        "worst regret": max(regrets, default=math.nan), "memory rows": len(known), "memory": np.mean(np.abs(memory)),
-        "memory median": np.median(memory), "said to need < 97%": np.mean(memory < TOO_LITTLE - 1),
-        "runs that did not finish": len(failed), "said to fit of these": np.mean([item.fits for item in failed]),
-    })  # fmt: skip
+    found = {
+        "cells": len(cells), "cells of 10 runs or more": len(large),
+        "worst mape": max((figures["mape"] for figures in large), default=math.nan),
+        "least spearman": min((figures["spearman"] for figures in large), default=math.nan),
+        "memory rows": len(known), "runs that did not finish": len(failed),
+    }  # fmt: skip
+    if regrets:
+        found |= {"median regret": np.median(regrets), "worst regret": max(regrets)}
+    if known:
+        found |= {"memory": np.mean(np.abs(memory)), "memory median": np.median(memory)}
+        found |= {"said to need < 97%": np.mean(memory < TOO_LITTLE - 1)}
+    if failed:
+        found["said to fit of these"] = np.mean([item.fits for item in failed])
+    return rounded(found)
