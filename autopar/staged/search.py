@@ -85,6 +85,7 @@ class StagedSearch:
         self.known_ns = math.inf if than_ns is None else than_ns
         self._best_ns = int(min(_NEVER, BESIDE_KNOWN * self.known_ns))
         self._known: dict[Setting, _Look] = {}
+        self._computed: dict[Setting, int] = {}
         self._floors: list[tuple[int, Setting]] = []  # of what was looked at, by time
         self._hidden = 1.0  # the least share of all costs in a row that an estimate was
 
@@ -132,21 +133,27 @@ class StagedSearch:
         return sorted(self._candidates, key=lambda candidate: candidate.step_ns)
 
     @property
+    def _bound_ns(self) -> int:
+        """What is estimated to take longer is not looked at further."""
+        return int(min(_NEVER, BESIDE_KNOWN * self.known_ns, HOPELESS * self._best_ns))
+
+    @property
     def _candidates(self) -> list[EstimatedStages]:
         """Of all that was looked at."""
         return [candidate for look in self._known.values() for candidate in look.found]
 
     def _by_first_look(self, clock: Clock) -> list[tuple[int, LogicalMesh]]:
         """The shapes in which something fits, the best first; then others by what would be if it did; then those that
-        there was no time for.
+        there was no time for. Left out are those of a size whose first is far from a plan that is known.
         """
-        looks: list[tuple[int, int, int]] = []
-        for number, (size, axes) in enumerate(self.shapes):
-            if looks and clock.is_over:
-                break
-            look = self._look(self._setting(size, axes, self._start(size, axes)))
-            looks.append((look.least_ns, look.floor_ns, number))
-        return [*(self.shapes[number] for _, _, number in sorted(looks)), *self.shapes[len(looks) :]]
+        looks, far, later = list[tuple[int, int, int]](), set[int](), [*enumerate(self.shapes)]
+        while later and not (looks and clock.is_over):
+            number, (size, axes) = later.pop(0)
+            if size not in far:
+                look = self._look(self._setting(size, axes, self._start(size, axes)))
+                looks.append((look.least_ns, look.floor_ns, number))
+                far |= {size} if HOPELESS * BESIDE_KNOWN * self.known_ns < look.floor_ns < _NEVER else set()
+        return [*(self.shapes[number] for _, _, number in sorted(looks)), *(shape for _, shape in later)]
 
     def near(self, outline: Outline) -> list[EstimatedStages]:
         """What is found in an outline of alike submeshes, freely and around templates."""
@@ -159,7 +166,7 @@ class StagedSearch:
 
     def _look_at_templates(self, clock: Clock) -> None:
         """Templates on the best setting of each logical shape; where they are near the best, with half and twice as
-        many microbatches, too.
+        many microbatches, too. Where templates of one stage are known, of stages that are near these alone.
 
         What their placements hide, or send together, may be more than what they cost. Where ranks share cores, those
         that wait leave theirs to others, so that a step depends little on the number of microbatches: there it is
@@ -167,8 +174,9 @@ class StagedSearch:
         """
         fitting = [(c.step_ns, c.ways[0].setting) for c in self._candidates if c.peak_bytes <= self.admitted]
         shapes: dict[LogicalMesh, Setting] = {}
-        for _, setting in sorted([*fitting, *self._floors], key=lambda pair: pair[0]):
-            shapes.setdefault(setting.axes, setting)
+        for step_ns, setting in sorted([*fitting, *self._floors], key=lambda pair: pair[0]):
+            if self.known_ns == math.inf or (setting.num_stages > 1 and step_ns < self._bound_ns):
+                shapes.setdefault(setting.axes, setting)
         settings = [named for setting in [*shapes.values()][:TEMPLATE_SHAPES] for named in _as_templates(setting)]
         self._look_until(settings, clock)
         near = [setting for setting in settings if self._is_near(setting)]
@@ -225,13 +233,17 @@ class StagedSearch:
     def _climb(self, size: int, axes: LogicalMesh) -> list[EstimatedStages]:
         """From a count whose bubble is small up, as long as it gets better or nothing fits; else down."""
         start, counts = self._start(size, axes), self.layered.counts
+        settings = [self._setting(size, axes, number) for number in range(len(counts))]
 
         def look(number: int, beside: _Look) -> _Look:
-            return self._look(self._setting(size, axes, number), beside.least_ns <= self._best_ns)
+            return self._look(settings[number], beside.least_ns <= self._best_ns)
 
-        first = last = self._look(self._setting(size, axes, start))
+        def may_lead(number: int) -> bool:
+            return self._may_lead(first, settings[start], settings[number])
+
+        first = last = self._look(settings[start])
         found, number, is_better_above = list(first.found), start + first.stride, False
-        while number < len(counts):
+        while number < len(counts) and may_lead(number):
             here = look(number, last)
             found += here.found
             worse = here.floor_ns > last.floor_ns and here.floor_ns >= self._best_ns
@@ -241,12 +253,22 @@ class StagedSearch:
             number, last = number + here.stride, here
         last = first
         for number in () if is_better_above else range(start - 1, -1, -1):
+            if not may_lead(number):
+                break
             here = look(number, last)
             found += here.found
             if here.least_ns >= last.least_ns and here.floor_ns >= last.floor_ns:
                 break
             last = here
         return found
+
+    def _may_lead(self, look: _Look, setting: Setting, other: Setting) -> bool:
+        """Whether another number of microbatches may be the best where this is what one has.
+
+        What placements add to all that is computed and waited for is about as much in both.
+        """
+        own, least = self._computed_ns(setting), self._computed_ns(other)
+        return look.floor_ns >= _NEVER or least * look.floor_ns <= own * HOPELESS * self._best_ns
 
     def _least(self, found: Sequence[EstimatedStages]) -> int:
         return min((c.step_ns for c in found if c.peak_bytes <= self.admitted), default=_NEVER)
@@ -267,8 +289,8 @@ class StagedSearch:
         setting is next to the best.
         """
         stages, count = setting.num_stages, setting.microbatches
-        computed = int(self.layered.least_ns * self._fewest_passes(stages, count) / count)
-        if computed >= min(self.known_ns, self._best_ns):
+        computed = self._computed_ns(setting)
+        if computed >= self._bound_ns:
             return _Look(computed, _NEVER, [])
         place = self.layered.place_of(setting)
         try:
@@ -276,13 +298,13 @@ class StagedSearch:
             fastest = curve.fastest()
             part = self.layered.part_of_step(PLAIN, stages, count, (1,) * stages)
             in_a_row = int(part * fastest.cost_ns / stages * self._fewest_passes(stages, count) / count)
-            if setting.zero is None and not is_near and in_a_row * self._hidden > HOPELESS * self._best_ns:
+            if setting.zero is None and not is_near and in_a_row * self._hidden > self._bound_ns:
                 self._floors.append((in_a_row, setting))
                 return _Look(in_a_row, _NEVER, [])
             found = self._staged(setting, fastest, self._least_again)
             floor = min(candidate.step_ns for candidate in found)
             self._hidden = min(self._hidden, floor / in_a_row)
-            if floor < HOPELESS * self._best_ns and self._least(found) == _NEVER:
+            if floor < self._bound_ns and self._least(found) == _NEVER:
                 found += self._variants(setting, curve, fastest)
         except InfeasibleError:
             return _Look(_NEVER, _NEVER, [])
@@ -300,35 +322,54 @@ class StagedSearch:
         ways += self.chunks.possible(stages, count, may_wait)
         return float(count + min(SCHEDULES[schedule].bubble(stages, count, chunks) for schedule, chunks in ways))
 
+    def _computed_ns(self, setting: Setting) -> int:
+        """What a step takes by estimate if nothing is sent, and all fits: at least, where ranks leave each other no
+        cores."""
+        if self.layered.shares_cores or self.request.mode != "train":
+            return 0
+        own = replace(setting, axes=(), zero=None, splits_sequence=False)
+        if own not in self._computed:
+            way = StageStrategy(own, TradeOff((), 0, 0, 0), self._least_again)
+            kind = self.layered.computed(own.num_devices, own.microbatches)
+            every = [*self._of_schedules(way, kind), *self.chunks.of(way, kind)]
+            self._computed[own] = min(candidate.step_ns for candidate in every)
+        return self._computed[own]
+
     @property
     def _least_again(self) -> str:
         """The recomputation that computes least again."""
         return next(iter(self.layered.recomputations))
 
     def _variants(self, setting: Setting, curve: TradeOffs, fastest: TradeOff) -> list[EstimatedStages]:
-        """For each recomputation the fastest placements that fit, nothing where others are faster anyway.
+        """For each recomputation the fastest placements that fit, where those that compute least again do not.
 
-        What is computed again makes nothing faster: it is looked at where without it too little fits.
+        What is computed again makes nothing faster: more of it is looked at where with less too little fits, as long as
+        the fastest placements are not slower than the best. Of these the most first: where none fit with that, none do
+        with less.
         """
+        found, likely = list[EstimatedStages](), [self._least_again]
+        for recompute in [*self.layered.recomputations][1:]:
+            found += (here := self._staged(setting, fastest, recompute))
+            is_slow = min(c.step_ns for c in here) >= HOPELESS * self._bound_ns
+            if is_slow or self._least(here) < _NEVER:
+                break
+            likely.append(recompute)
         smallest = curve.smallest(fastest)
-        found = self._staged(setting, smallest, [*self.layered.recomputations][-1])
-        if self._least(found) == _NEVER:
-            return found
-        for recompute in self.layered.recomputations:
+        for recompute in reversed(likely):
             limits = replace(curve, in_flight=0) if recompute in ("extensive", "full") else curve
-            found += self._fitted(setting, limits, (fastest, smallest), recompute, self._least(found))
+            found += (here := self._fitted(setting, limits, (fastest, smallest), recompute))
+            if self._least(here) == _NEVER:
+                break
         return found
 
     def _fitted(
-        self, setting: Setting, curve: TradeOffs, ends: tuple[TradeOff, TradeOff], recompute: str, best: int
+        self, setting: Setting, curve: TradeOffs, ends: tuple[TradeOff, TradeOff], recompute: str
     ) -> list[EstimatedStages]:
-        """Halves the hull between the fastest placements and the smallest, for the fastest that fit."""
+        """Halves the hull between the fastest placements, which do not fit, and the smallest, for the fastest that
+        fit."""
         fast, small = ends
-        found = self._staged(setting, fast, recompute) if recompute != self._least_again else []
-        if found and (self._least(found) < _NEVER or min(c.step_ns for c in found) >= best):
-            return found
-        found += (here := self._staged(setting, small, recompute))
-        if self._least(here) == _NEVER:
+        found = self._staged(setting, small, recompute)
+        if self._least(found) == _NEVER:
             return found
         for _ in range(HULL_HALVINGS):
             between = curve.between(fast, small)
@@ -341,7 +382,8 @@ class StagedSearch:
     def _staged(self, setting: Setting, choice: TradeOff, recompute: str) -> list[EstimatedStages]:
         """The best stages of one way under each schedule. Raises InfeasibleError where constraints allow none."""
         way = StageStrategy(setting, choice, recompute)
-        every = [*self._of_schedules(way), *self.chunks.of(way)]
+        kind = self.layered.kind(way)
+        every = [*self._of_schedules(way, kind), *self.chunks.of(way, kind)]
         allowed = [self.layered.in_time(candidate) for candidate in every if self.layered.allows(candidate)]
         if not allowed:
             self.refusal = InfeasibleError(
@@ -352,12 +394,13 @@ class StagedSearch:
             raise self.refusal
         return allowed
 
-    def _of_schedules(self, way: StageStrategy) -> Iterator[EstimatedStages]:
-        """Of stages that are submeshes; where none fit, those of the smallest limit that would do.
+    def _of_schedules(self, way: StageStrategy, kind: StageKind) -> Iterator[EstimatedStages]:
+        """Of stages that are submeshes, whose layers cost what the kind says; where none fit, those of the smallest
+        limit that would do.
 
         With borders that are estimated to be little worse: messages that wait are estimated to hide nothing.
         """
-        kind, setting = self.layered.kind(way), way.setting
+        setting = way.setting
         stages, count = setting.num_stages, setting.microbatches
         again = (way.recompute,) * kind.num_layers
         for schedule in _WHOLE if stages > 1 else (PLAIN,):

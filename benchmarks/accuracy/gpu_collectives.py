@@ -43,7 +43,7 @@ from autopar.profiler.published.collectives import (
 )
 from autopar.profiler.published.measurements import Measurement, read_measurements
 from autopar.profiler.published.networks import fitted_network
-from benchmarks.accuracy.profile_text import profile_text
+from autopar.profiler.text import profile_text
 
 HERE = Path(__file__).parent
 PROFILES = HERE.parents[1] / "cost_profiles"
