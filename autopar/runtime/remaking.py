@@ -146,14 +146,14 @@ class _RemadeResults:
         return run.view(number, tensor)
 
 
-class _Open(threading.local):
+class _OpenPasses(threading.local):
     """The results of the forward passes that run in a thread, the innermost last."""
 
     def __init__(self) -> None:
         self.passes: list[_RemadeResults] = []
 
 
-_open = _Open()
+_open = _OpenPasses()
 
 
 def unpacked(kept: Tensor | _ToRemake) -> Tensor:
