@@ -46,6 +46,15 @@ for messages on their way counts, too.
 """
 
 
+KERNELS = """
+What products and attention take on a GPU is a table of published measurements, made by
+`autopar profile --from FOLDER --into PROFILE -o FILE`; errors are those of a table made without a fifth of the shapes,
+median (90th percentile). All rows, by GPU, dtype and size: `python -m benchmarks.accuracy.gpu_operators` and
+[its results](../benchmarks/accuracy/gpu_operators.md). They are bursts of a device at its highest clock; a training
+step that lasts runs slower.
+"""
+
+
 def cost_model() -> str:
     profiles = _profiles()
     return page(
@@ -83,6 +92,11 @@ def cost_model() -> str:
         "Best share of the peak that a family's curve reaches, forward: of FLOP/s where it is bound by compute, of\n"
         "memory bandwidth where it is bound by memory. In *italics*: assumed.",
         _families(profiles),
+        "### Kernels of GPUs, by shape",
+        KERNELS,
+        table(("profile", "table", "shapes of the grid", "errors at shapes left out", "where from"), _tables(profiles)),
+        "Measured by others, beside what is predicted without having seen them (microseconds):",
+        table(("GPU", "kernel", "shape", "measured", "predicted"), _beside()),
         "## How predictions were checked",
         "Each row is a committed measurement, made anew by its command; targets were set before measuring.\n"
         "[The third notebook](../notebooks/3_how_the_cost_model_was_checked.ipynb) draws them.",
@@ -142,6 +156,28 @@ def _reached(item: Any) -> str:
     return f"*{text}*" if item["provenance"]["kind"] == "assumed" else text
 
 
+def _tables(profiles: list[Any]) -> Iterator[tuple[str, ...]]:
+    """Those that measured something; layouts and directions that are told in terms of them follow in one cell."""
+    for profile in profiles:
+        of_others: dict[str, list[str]] = {}
+        for item in profile.get("tables", ()):
+            if "like" in item:
+                of_others.setdefault(item["like"], []).append(f"{item['name']} {item.get('times', 1)} ×")
+        for item in profile.get("tables", ()):
+            if "like" not in item:
+                shape = " × ".join(str(len(axis)) for axis in item["axes"])
+                errors = "; ".join(f"{name}: {m:.1%} ({p:.1%})" for name, (m, p) in item.get("residuals", {}).items())
+                others = "".join(f"; {told}" for told in of_others.get(item["name"], ()))
+                yield f"`{profile['name']}`", item["name"] + others, shape, errors, _source(item)
+
+
+def _beside() -> Iterator[tuple[str, ...]]:
+    """Single operators, sorted by GPU and size."""
+    for gpu, software, shape, measured, predicted in sorted(_read("gpu_operators")["shown"]):
+        kind = "batch, q, kv, heads, kv heads, width, causal" if len(shape) > 3 else "m, n, k"
+        yield gpu, software, f"{kind}: {', '.join(map(str, shape))}", f"{measured:,}", f"{predicted:,}"
+
+
 def _checks() -> Iterator[tuple[str, ...]]:
     cpu, memory_, stages = _read("cpu"), _read("memory"), _read("stage_memory")
     published, reduces = _read("published"), _read("all_reduce")
@@ -178,12 +214,30 @@ def _checks() -> Iterator[tuple[str, ...]]:
             *verdict,
             "`python -m benchmarks.accuracy.published`",
         )
+    for gpu in ("A100-SXM4-80GB", "H100-SXM5-80GB", "H200-SXM5-141GB", "B200-SXM6-180GB"):
+        yield from _operator_checks(gpu)
     for device, cases in reduces["errors"].items():
         rows = cases["sizes not shipped"]
         for name in ("median", "worst"):
             verdict = _verdict(rows[name], reduces["targets"][name])
             what = f"{device.upper()} all-reduces of sizes that are not shipped, {name}"
             yield what, f"{rows['rows']:.0f}", *verdict, "`python -m benchmarks.accuracy.all_reduce`"
+
+
+def _operator_checks(gpu: str) -> Iterator[tuple[str, ...]]:
+    """Of shapes that were left out, median and 90th percentile."""
+    by = "`python -m benchmarks.accuracy.gpu_operators FOLDER --cross-validate`"
+    for family, size, targets in (
+        ("products", "m, n, k of 256 or more", (0.04, 0.12)),
+        ("products", "all", (0.08, 0.25)),
+        ("attention, causal", "all", (0.06, 0.20)),
+    ):
+        for row in _read("gpu_operators")["rows"]:
+            wanted = gpu, "bfloat16", family, size, ""
+            if tuple(row[name] for name in ("gpu", "dtype", "family", "size", "software")) == wanted:
+                for name, target in zip(("median", "p90"), targets, strict=True):
+                    what = f"{gpu}, {family}, bfloat16, {size}: {name}"
+                    yield what, f"{row['rows']:,}", *_verdict(row[name], target), by
 
 
 def _read(name: str) -> Any:

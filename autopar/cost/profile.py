@@ -19,10 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost.files import SCHEMA, profiles_folder
+from autopar.cost.provenance import Provenance as Provenance
+from autopar.cost.tables import Table as Table
+from autopar.cost.tables import read_tables, write_table
 from autopar.errors import ProfileError
 from autopar.ir import reading
 
 FORMAT = 2
+LEVELS = INSIDE, ACROSS = "intra_node", "inter_node"
 NO_OVERLAP = 16.0  # compute all but stands still while a collective is in flight
 #: families that a profile may know apart from a wider one
 LIKE = {
@@ -31,18 +35,6 @@ LIKE = {
     "max_pool": "reduction", "avg_pool": "reduction", "column_sum": "reduction", "straight_copy": "copy",
     "einsum": "matmul",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """Where a block's numbers come from: `kind` is measured, datasheet, published, fitted or assumed."""
-
-    kind: str
-    source: str
-    date: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.source} ({self.date})"
 
 
 @dataclass(frozen=True)
@@ -156,42 +148,6 @@ class OperatorCurve:
 
 
 @dataclass(frozen=True)
-class Table:
-    """Nanoseconds a FLOP of a kernel by its shape, at the vertices of a grid; between them linear in logarithms.
-
-    `axes` are the grid's coordinates in increasing order, `rates` the values in row-major order. Outside the grid the
-    nearest value on its border holds.
-    """
-
-    name: str
-    axes: tuple[tuple[float, ...], ...]
-    rates: tuple[float, ...]
-    provenance: Provenance
-
-    @cached_property
-    def _logs(self) -> tuple[list[list[float]], list[float]]:
-        return [list(map(math.log, axis)) for axis in self.axes], list(map(math.log, self.rates))
-
-    def ns_per_flop(self, coordinates: Sequence[float]) -> float:
-        """The rate of a kernel of that shape."""
-        axes, rates = self._logs
-        corners = [(0, 1.0)]
-        for axis, coordinate in zip(axes, coordinates, strict=True):
-            near = _neighbours(axis, math.log(max(coordinate, 1e-9)))
-            corners = [(base * len(axis) + n, weight * w) for base, weight in corners for n, w in near]
-        return math.exp(sum(rates[corner] * weight for corner, weight in corners))
-
-
-def _neighbours(axis: Sequence[float], x: float) -> list[tuple[int, float]]:
-    """The positions on both sides of x and their weights."""
-    right = bisect_right(axis, x)
-    if right == 0 or right == len(axis):
-        return [(min(right, len(axis) - 1), 1.0)]
-    share = (x - axis[right - 1]) / (axis[right] - axis[right - 1])
-    return [(right - 1, 1 - share), (right, share)]
-
-
-@dataclass(frozen=True)
 class Runtime:
     """What a rank's runtime does beside operators and collectives, in nanoseconds of its thread.
 
@@ -252,7 +208,8 @@ class Link:
 
     Optional: `start_ns` of any collective; `low_latency`, a protocol of cheaper messages and less bandwidth;
     `pass_bandwidth`, at which a rank passes once over its own bytes; `bandwidth_by_ranks`, where the wiring gives
-    groups of different size different bandwidth; `node_bandwidth`, what all devices of a node can send together.
+    groups of different size different bandwidth; `node_bandwidth`, what all devices of a node can send together;
+    `network`, a name that tells a level's links apart where a device is sold with several.
     """
 
     level: str
@@ -264,10 +221,29 @@ class Link:
     pass_bandwidth: float | None = None
     bandwidth_by_ranks: tuple[tuple[int, float], ...] = ()
     node_bandwidth: float | None = None
+    network: str = ""
 
     def bandwidth_of(self, ranks: int) -> float:
         """Bytes a second within a group of so many ranks of this level."""
         return dict(self.bandwidth_by_ranks).get(ranks, self.bandwidth)
+
+
+@dataclass(frozen=True)
+class Interference:
+    """While a collective of a level is in flight beside computation, how many times longer both take."""
+
+    level: str
+    compute: float
+    collective: float
+    provenance: Provenance
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """What calling a collective from torch takes the host, which is in no other figure: until it runs on the wire."""
+
+    collective_ns: int
+    provenance: Provenance
 
 
 @dataclass(frozen=True)
@@ -324,6 +300,9 @@ class Profile:
     tables: Mapping[str, Table] = field(default_factory=dict)
     runtime: Runtime | None = None
     waits: Mapping[tuple[str, int], Waits] = field(default_factory=dict)
+    interference: Mapping[str, Interference] = field(default_factory=dict)  # by level; {}: `Facts.overlap_slowdown`
+    call: CollectiveCall | None = None
+    other_links: tuple[Link, ...] = ()  # of other networks
     ranks_sharing: int = 1  # ranks on one host that this profile is already slowed down for
     _shared: dict[int, Profile] = field(default_factory=dict, repr=False)
 
@@ -336,6 +315,25 @@ class Profile:
         """The level's link, or the only one that the profile has."""
         return self.links.get(level) or next(iter(self.links.values()))
 
+    @cached_property
+    def slowdowns(self) -> Mapping[str, float]:
+        """How many times longer compute takes while a collective of a level is in flight, without levels of 1.0."""
+        found = dict.fromkeys(LEVELS, self.facts.overlap_slowdown)
+        found |= {name: max(found[name], item.compute) for name, item in self.interference.items()}
+        return {name: slowdown for name, slowdown in found.items() if slowdown > 1.0}
+
+    def beside_compute(self, level: str) -> float:
+        """How many times longer a collective of a level takes while its ranks compute."""
+        return self.interference[level].collective if level in self.interference else 1.0
+
+    def on(self, network: str) -> Profile | None:
+        """The device with the links of that network, and its name at the end of its own; None where it has none."""
+        links = {link.level: link for link in self.other_links if link.network == network}
+        others = [self.links[level] for level in links] + [link for link in self.other_links if link.network != network]
+        name = f"{self.name}-{network}"
+        shown = {**self.links, **links}
+        return replace(self, name=name, links=shown, other_links=tuple(others), _shared={}) if links else None
+
     def curve(self, family: str) -> OperatorCurve:
         """The family's curve, or that of the family that it is like; else it is taken for a pointwise operator."""
         return self.operators.get(family) or self.operators.get(LIKE.get(family, "")) or self.operators["pointwise"]
@@ -344,6 +342,12 @@ class Profile:
         """FLOP/s for a dtype; the slowest known rate when the profile does not list it."""
         rates = self.facts.peak_flops
         return rates.get(dtype) or min(rates.values())
+
+    def alike(self, dtype: str) -> tuple[str, ...]:
+        """Itself, and the other dtype of two bytes where the device multiplies both as fast."""
+        other = {"float16": "bfloat16", "bfloat16": "float16"}.get(dtype, "")
+        rates = self.facts.peak_flops
+        return (dtype, other) if other in rates and rates[other] == rates.get(dtype) else (dtype,)
 
     def shared_by(self, devices_per_node: int) -> Profile:
         """The profile as seen by one of `devices_per_node` ranks on one host.
@@ -362,10 +366,7 @@ class Profile:
                     name: replace(curve, call_ns=curve.call_ns and _slowed_pair(curve.call_ns, slowdown))
                     for name, curve in self.operators.items()
                 },
-                tables={
-                    name: replace(table, rates=tuple(rate * slowdown for rate in table.rates))
-                    for name, table in self.tables.items()
-                },
+                tables={name: table.slowed(slowdown) for name, table in self.tables.items()},
                 runtime=self.runtime and _slowed_runtime(self.runtime, slowdown),
                 ranks_sharing=devices_per_node,
                 _shared={},
@@ -383,12 +384,17 @@ class Profile:
         blocks |= {f"links/{name}": link.provenance for name, link in self.links.items()}
         blocks |= {"/".join(map(str, ("collectives", *k))): c.provenance for k, c in self.collectives.items()}
         blocks |= {"/".join(map(str, ("waits", *key))): item.provenance for key, item in self.waits.items()}
+        blocks |= {f"interference/{name}": item.provenance for name, item in self.interference.items()}
+        blocks |= {"call": self.call.provenance} if self.call else {}
         return {name: str(block) for name, block in blocks.items()}
 
     def sources(self, families: Collection[str], levels: Collection[str]) -> dict[str, str]:
         """The source of each block that serves operators of these families and links of these levels."""
         wanted = {"facts", "host", *(f"operators/{self.curve(family).family}" for family in sorted(families))}
+        known = [table for table in self.tables.values() if table.family in families]
+        wanted |= {f"tables/{table.name}" for table in known if self.tables.get(table.like or "") not in known}
         wanted |= {f"links/{self.link(level).level}" for level in levels}
+        wanted |= {f"interference/{level}" for level in levels}
         found = {name: source for name, source in self.provenance.items() if name in wanted}
         measured = [item for (_, level, _), item in self.collectives.items() if level in levels]
         found |= {f"collectives/{item.collective}": str(item.provenance) for item in measured}
@@ -449,6 +455,9 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         raise ProfileError(f"{origin} is no cost profile: {error}") from None
     operators = [_read_operator(item) for item in data["operators"]]
     links = [_read_link(item) for item in data["links"]]
+    first: dict[str, Link] = {}
+    for link in links:
+        first.setdefault(link.level, link)
     collectives = [CollectivePoints(**_fields(item)) for item in data["collectives"]]
     profile = Profile(
         name=data["name"],
@@ -456,13 +465,16 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         device_type=data["device_type"],
         facts=Facts(**_fields(data["facts"])),
         operators={item.family: item for item in operators},
-        links={item.level: item for item in links},
+        links=first,
+        other_links=tuple(item for item in links if item is not first[item.level]),
         collectives={(item.collective, item.level, item.ranks): item for item in collectives},
         aliases=tuple(data.get("aliases", ())),
         host=Host(**_fields(data["host"])) if data.get("host") else None,
-        tables={item["name"]: Table(**_fields(item)) for item in data.get("tables", ())},
+        tables=read_tables(data.get("tables", ()), origin),
         runtime=Runtime(**_fields(data["runtime"])) if data.get("runtime") else None,
         waits={(item["level"], item["ranks"]): Waits(**_fields(item)) for item in data.get("waits", ())},
+        interference={item["level"]: Interference(**_fields(item)) for item in data.get("interference", ())},
+        call=CollectiveCall(**_fields(data["call"])) if data.get("call") else None,
     )
     _check(profile, origin)
     return profile
@@ -480,7 +492,10 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "host": profile.host and asdict(profile.host),
         "operators": [_write_operator(item) for item in profile.operators.values()],
         "runtime": profile.runtime and asdict(profile.runtime),
-        **{name: [asdict(item) for item in getattr(profile, name).values()] for name in _KEYS if name != "operators"},
+        "call": profile.call and asdict(profile.call),
+        **{name: [asdict(item) for item in getattr(profile, name).values()] for name in _KEYS if name not in _OWN},
+        "links": [asdict(link) for link in (*profile.links.values(), *profile.other_links)],
+        "tables": [write_table(item) for item in profile.tables.values()],
     }
 
 
@@ -491,15 +506,16 @@ def _validator() -> Any:
 
 #: what tells the items of a list apart
 _KEYS = {
-    "operators": ("family",), "links": ("level",), "collectives": ("collective", "level", "ranks"),
-    "tables": ("name",), "waits": ("level", "ranks"),
+    "operators": ("family",), "links": ("level", "network"), "collectives": ("collective", "level", "ranks"),
+    "tables": ("name",), "waits": ("level", "ranks"), "interference": ("level",),
 }  # fmt: skip
+_OWN = ("operators", "links", "tables")  # are written in their own way
 
 
 def _check_keys(items: Iterable[Mapping[str, Any]], name: str, key: tuple[str, ...]) -> None:
     known: set[tuple[Any, ...]] = set()
     for number, item in enumerate(items):
-        own = tuple(item[part] for part in key)
+        own = tuple(item.get(part, "") for part in key)
         if own in known:
             raise reading.MalformedError((name, number), f"one item for each {' and '.join(key)}", f"{own} twice")
         known.add(own)
@@ -532,8 +548,6 @@ def _write_operator(item: OperatorCurve) -> dict[str, Any]:
     return {**asdict(item), "forward": item.forward.knots, "backward": item.backward.knots}
 
 
-#: dims of the grid of each kind of table that is known, by the first word of its name
-_TABLE_AXES = {"NT": 3, "NN": 3, "TN": 3, "batched": 3, "attention": 2, "plain": 4, "strided": 3, "grouped": 3}
 _FASTEST = 10**5  # bytes a nanosecond: no link of today has a hundredth
 
 
@@ -551,8 +565,6 @@ def _check(profile: Profile, origin: str) -> None:
         for curve in (operator.forward, operator.backward):
             times = [(work, work / efficiency) for work, efficiency in curve.knots]
             _check_increasing(times, f"{origin}: {operator.family}")
-    for table in profile.tables.values():
-        _check_table(table, origin)
     for measured in profile.collectives.values():
         where = f"{origin}: {measured.collective} of {measured.ranks}"
         _check_increasing(measured.points, where)
@@ -565,15 +577,6 @@ def _check(profile: Profile, origin: str) -> None:
         sizes = [size for size, _ in getattr(profile.runtime, name)]
         if any(right <= left for left, right in pairwise(sizes)):
             raise ProfileError(f"{origin}: at /runtime/{name}: expected sizes that increase, found {sizes}")
-
-
-def _check_table(table: Table, origin: str) -> None:
-    if len(table.rates) != math.prod(map(len, table.axes)):
-        raise ProfileError(f"{origin}: {table.name}: expected a rate for each vertex, found {len(table.rates)}")
-    if len(table.axes) != _TABLE_AXES.get(table.name.partition(" ")[0], len(table.axes)):
-        raise ProfileError(f"{origin}: {table.name}: expected a grid of other dims, found {len(table.axes)}")
-    if any(right <= left for axis in table.axes for left, right in pairwise(axis)):
-        raise ProfileError(f"{origin}: {table.name}: expected coordinates that increase, found {list(table.axes)}")
 
 
 def _check_increasing(points: Sequence[tuple[float, float]], where: str) -> None:

@@ -33,8 +33,8 @@ from autopar.cost import Profile, collective_time_ns
 from autopar.cost.profile import Link, Provenance, profile_from_json
 from autopar.ir.placement import Axis
 from autopar.profiler import load_profile
+from autopar.profiler.text import profile_text
 from benchmarks.accuracy.fitting import Array, fit_positive
-from benchmarks.accuracy.profile_text import profile_text
 
 HERE = Path(__file__).parent
 PROFILES = HERE.parents[1] / "cost_profiles"

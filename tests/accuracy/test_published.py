@@ -11,12 +11,12 @@ import torch
 
 from autopar.cost.profile import Link, Provenance
 from autopar.profiler import load_profile
+from autopar.profiler.text import profile_text
 from benchmarks.accuracy import megatron, published
 from benchmarks.accuracy.all_reduce import Row as Measured
 from benchmarks.accuracy.all_reduce import fit_link, formula_ns, read_table
 from benchmarks.accuracy.constants import CONSTANTS, measured_system, shipped_constants, with_constants
 from benchmarks.accuracy.fitting import fit_positive, gauss_newton_step
-from benchmarks.accuracy.profile_text import profile_text
 
 HEADER = (
     "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor parallelism,"
