@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,13 @@ at its first use. [The fourth notebook](../notebooks/4_your_own_operator_and_clu
 SIMULATION = """
 The simulator plays the plan's forward and backward pass as events: a stream for computation and one for each level of
 links, on each group of equal ranks. Overlap, waiting and pipeline bubbles come out of that rather than being assumed.
-What slows computation while a collective is in flight is the profile's `overlap_slowdown`. Where a collective stops the
-ranks, as one inside a block does, it starts later by what they wait for each other after what they have computed since
-they met (`waits` of the profile); collectives beside computation stop nobody. Memory is followed through
-the same events: what autograd saves, gradients, buffers of collectives, optimizer state.
+While a collective is in flight, computation takes as many times longer as the profile's `interference` says of that
+level (`overlap_slowdown` of the device where that is more); a collective beside computation is priced as if its ranks
+computed all the while. What calling a collective takes the host (`call`) is in no figure of a collective, and hidden
+as long as the host runs ahead. Where a collective stops the ranks, as one inside a block does, it starts later by
+what they wait for each other after what they have computed since they met (`waits` of the profile); collectives
+beside computation stop nobody. Memory is followed through the same events: what autograd saves, gradients, buffers of
+collectives, optimizer state.
 
 Where more ranks than a host has cores share these, those that are busy have the cores of those that wait for another
 stage (`autopar/simulate/cores.py`): everything takes `max(cores, busy) / ranks` of its time with all of them busy.
@@ -180,7 +183,7 @@ def _beside() -> Iterator[tuple[str, ...]]:
 
 def _checks() -> Iterator[tuple[str, ...]]:
     cpu, memory_, stages = _read("cpu"), _read("memory"), _read("stage_memory")
-    published, reduces = _read("published"), _read("all_reduce")
+    published, collectives = _read("published"), _read("gpu_collectives")
     command = "`python -m benchmarks.accuracy.cpu`"
     for name, label in (("mape", "mean"), ("worst", "worst")):
         found, target = cpu["summary"][name], cpu["targets"][name]
@@ -216,12 +219,19 @@ def _checks() -> Iterator[tuple[str, ...]]:
         )
     for gpu in ("A100-SXM4-80GB", "H100-SXM5-80GB", "H200-SXM5-141GB", "B200-SXM6-180GB"):
         yield from _operator_checks(gpu)
-    for device, cases in reduces["errors"].items():
-        rows = cases["sizes not shipped"]
-        for name in ("median", "worst"):
-            verdict = _verdict(rows[name], reduces["targets"][name])
-            what = f"{device.upper()} all-reduces of sizes that are not shipped, {name}"
-            yield what, f"{rows['rows']:.0f}", *verdict, "`python -m benchmarks.accuracy.all_reduce`"
+    for what, label in (("shipped profiles", "with what is shipped"), ("sizes left out", "of sizes left out")):
+        yield from _collective_checks(collectives[what]["by gpu and collective"], collectives["targets"], label)
+
+
+def _collective_checks(
+    groups: Mapping[str, Mapping[str, float]], targets: Mapping[str, float], label: str
+) -> Iterator[tuple[str, ...]]:
+    """The worst of all GPUs and collectives, by each figure that has a target."""
+    for figure, target in targets.items():
+        name, found = max(groups.items(), key=lambda item: item[1][figure])
+        many = f"{sum(group['rows'] for group in groups.values()):.0f}"
+        what = f"GPU collectives inside a node {label}, {figure}, worst of {len(groups)} ({name})"
+        yield what, many, *_verdict(found[figure], target), "`python -m benchmarks.accuracy.gpu_collectives`"
 
 
 def _operator_checks(gpu: str) -> Iterator[tuple[str, ...]]:

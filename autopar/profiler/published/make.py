@@ -13,12 +13,14 @@ from autopar.cost.profile import Profile
 from autopar.errors import ProfileError
 from autopar.profiler.published.attention import attention_tables
 from autopar.profiler.published.carrying import carried, facts_of
+from autopar.profiler.published.collectives import gpus_of, with_collectives
 from autopar.profiler.published.products import product_tables
 from autopar.profiler.published.rows import Taken, everything, gpus_in
 
 
 def profile_from_folder(folder: Path, base: Profile, date: str, like: str = "", taken: Taken = everything) -> Profile:
-    """The profile `base` with what the folder's tables say of its GPU, or of the GPU `like` that it resembles.
+    """The profile `base` with what the folder's tables say of its GPU, or of the GPU `like` that it resembles, and with
+    the links and collectives of its own GPU, as far as tables have them.
 
     taken: the shapes that are fitted to. Raises ProfileError where the folder knows no such GPU.
     """
@@ -32,7 +34,9 @@ def profile_from_folder(folder: Path, base: Profile, date: str, like: str = "", 
     operators = {
         name: replace(curve, call_ns=(0, 0)) if name in known else curve for name, curve in base.operators.items()
     }
-    return replace(base, operators=operators, tables={table.name: table for table in tables}, _shared={})
+    made = replace(base, operators=operators, tables={table.name: table for table in tables}, _shared={})
+    linked = [name for name in gpus_of(folder) if is_of(base, name)]
+    return with_collectives(made, folder, linked[0]) if linked else made
 
 
 def gpu_of(folder: Path, profile: Profile) -> str:
