@@ -17,6 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.microbatch import check_plan
 from autopar.pipeline import planned, simulated_step, template_of_graph
+from autopar.profiler import load_profile
 from autopar.profiler.library import template_profile
 from autopar.request import Request, SearchBudget
 from autopar.staged.layered import Layered
@@ -99,6 +100,18 @@ def test_templates_near_the_best_have_all_their_microbatches_looked_at_where_ran
     for setting in near:
         counts = {setting.microbatches // 2, setting.microbatches * 2} & set(search.layered.counts)
         assert all(replace(setting, microbatches=count) in least_ns for count in counts), setting
+
+
+def test_no_estimate_is_below_what_is_computed() -> None:
+    """A bound by which settings are left out: of each that is looked at, whatever is sent and computed again."""
+    mesh = autopar.Mesh("h100", nodes=2, devices_per_node=2)
+    request = Request(mesh, "train", "adamw", None, (), SearchBudget(60.0))
+    search = StagedSearch(Layered(graph(), find_blocks(graph()), request, load_profile("h100")))
+    candidates = search.run(lambda line: None)
+    assert len({candidate.ways[0].setting for candidate in candidates}) > 8
+    for candidate in candidates:
+        least_ns = search._computed_ns(candidate.ways[0].setting)
+        assert 0 < least_ns <= candidate.step_ns, candidate.row
 
 
 def test_uneven_numbers_of_blocks() -> None:

@@ -10,7 +10,6 @@ the mean of what submeshes store.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -105,14 +104,22 @@ class Player:
         )  # fmt: skip
 
     def _layers_ns(self, placements: Placements, choice: Sequence[int]) -> tuple[float, ...]:
-        """What is computed of each layer, the ends of the model among them."""
-        short, built = self.folded, placements.built
-        of_node, found = short.layers.with_ends(short.graph).fixed, Counter[int]()
+        """What is computed of each layer, the ends of the model among them. What equal operators of all blocks compute
+        is told of one."""
+        built, found = placements.built, [0.0] * (self.layers.count + 2)
         for variable, times, option in zip(built.variables, built.compute_ns, choice, strict=True):
-            if variable.kind == "node" and variable.name in of_node:
-                found[of_node[variable.name]] += int(times[option]) / short.copies.get(variable.name, 1)
-        last = short.layers.count + 1
-        return found[0], *(found[1 + layer] for layer in short.layer_of), found[last]
+            layers = self.layers_of.get(variable.name, ()) if variable.kind == "node" else ()
+            for layer in layers:
+                found[layer] += int(times[option]) / len(layers)
+        return tuple(found)
+
+    @cached_property
+    def layers_of(self) -> dict[str, list[int]]:
+        """By the operator that stands for equal ones, the layers that have these, the ends of the model among them."""
+        of_node, found = self.layers.with_ends(self.graph).fixed, dict[str, list[int]]()
+        for name, layer in of_node.items():
+            found.setdefault(self.blocks.representative_node(name), []).append(layer)
+        return found
 
     def least_ns(self, expert: Expert) -> float:
         """A bound of its step; infinite where constraints leave nothing."""
