@@ -74,6 +74,17 @@ BESIDE_KNOWN = 1.1
 HOPELESS = 1.03
 """A setting whose fastest placements would take so many times the best estimate is not looked at further. At 1, what
 estimates cannot tell apart is left out; at 1.06, more settings are traded against memory for nothing."""
+MEMORY_BOUND = 1.01
+"""What fits of a setting is bound by memory where it takes so many times what the fastest would: then what takes less
+is looked for. At 1.05, stages that are cut to fit, and wait, keep faster ones from being found; at 1, more is played.
+"""
+RELIEF = 0.03
+"""Of its floor, what a setting is likely to take more where activations are twice of what there is room for; four times
+as much where they are four times of it, and so on. Halved, settings of few microbatches are traded against memory, that
+must compute much again; doubled, those of many, of which each is less efficient, end the climb too early."""
+HOPED = 0.9
+"""A logical shape is looked at in other numbers of microbatches, and traded against memory, where so much of what it is
+likely to take is less than the best. At 1, what relieves memory cheaply is missed; at 0.8, most shapes are traded."""
 TEMPLATE_SHAPES = 8
 """Logical shapes, the best first, for which placements are also found around templates: at most three solves each.
 Halved, what hides more than it costs may be missed; doubled, that takes twice as long."""
