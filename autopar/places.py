@@ -115,9 +115,10 @@ class PlaceSearch:
 
 
 def may_be_faster(there: Place, than_ns: float) -> bool:
-    """Whether not even placements without a limit of memory cost so much more that nothing could hide it."""
+    """Whether a step could be shorter there if all that stored tensors are gathered and reduced for hid: the bound of
+    the placements that cost least without a limit of memory."""
     budget = there.request.budget
-    return there.placements.unlimited_cost_ns(LEAST_SOLVE_S, budget.seed, budget.gap) <= than_ns * MOST_HIDDEN
+    return there.placements.least_step_ns(LEAST_SOLVE_S, budget.seed, budget.gap) <= than_ns * MOST_HIDDEN
 
 
 def _to_recompute(places: list[Place], fitting: list[Found]) -> list[Place]:

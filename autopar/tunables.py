@@ -12,7 +12,7 @@ GUARD = 60.0
 """By the wall clock, a search may take so many times its budget; then it ends with what it has, and says so. Halved, it
 strikes on machines that are busier by half, and plans depend on the machine there; doubled, whoever has to wait does so
 for longer."""
-TABLE_S, NODE_S, MESSAGE_PASSES = 1e-7, 2e-9, 5
+TABLE_S, NODE_S, MESSAGE_PASSES = 1e-7, 2e-9, 10
 """A solver reads an entry of a cost table, in so many passes where it sends messages first; and looks at it in a node
 of its tree. All counts of work: halved, twice as much is done for the same budget, and it takes twice as long."""
 ROW_NODE_S = 2e-7
@@ -142,9 +142,9 @@ FEW_DEVICES = 8
 Doubled, nodes of 16 devices are as well: up to seven problems of the whole graph more."""
 LEAST_PLACE_SHARE = 0.25
 """Of the budget what that search has at least, however long the one for stages took."""
-MOST_HIDDEN = 1.25
-"""A plan's step is at most so many times shorter than what it costs, by what the simulator finds hidden. Less leaves
-out logical meshes whose plans hide much; more solves and simulates meshes that do not win."""
+MOST_HIDDEN = 1.05
+"""A plan's step is at most so many times shorter than its operators and what is between them, by what the simulator
+finds hidden. Less leaves out logical meshes whose plans hide much; more solves and simulates meshes that do not win."""
 LEAST_SOLVE_S = 2.0
 """What a solve may take at least, however little time is left. Halved, large graphs may end without a plan."""
 FIT_TRIES = 6

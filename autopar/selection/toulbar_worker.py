@@ -19,6 +19,9 @@ Int64Array = npt.NDArray[np.int64]
 
 _EXACT = 2**52
 """toulbar2 takes costs as doubles; below this they stay exact."""
+_MOST_PASSES = 100
+"""Of messages over all tables. Left alone, a thousand may be sent on a large network for the last tenth of a percent of
+its bound, which takes ten times as long as the search."""
 _A_LONG_TIME_S = 10**6
 """Any time limit makes toulbar2 listen to SIGVTALRM."""
 NO_BACKTRACK_LIMIT = 2**62
@@ -86,6 +89,7 @@ def _new(top: int, request: NetworkRequest) -> Any:
     tb2.init()
     cfn = CFN(ubinit=top, seed=request["seed"], verbose=-1)
     cfn.Option.trwsAccuracy = 0.001 if request["message_passing"] else -1.0
+    cfn.Option.trwsNIter = _MOST_PASSES
     cfn.Option.backtrackLimit = request["backtrack_limit"]
     cfn.Option.limited = False
     return cfn

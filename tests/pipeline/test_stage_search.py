@@ -213,3 +213,13 @@ def test_three_blocks_or_fewer_stay() -> None:
     blocks = find_blocks(graph(3))
     layers = block_layers(graph(3), [path for group in blocks.paths for path in group])
     assert fold(graph(3), blocks, layers).graph is graph(3)
+
+
+def test_no_plan_of_stages_hides_a_faster_one_of_one_stage() -> None:
+    """On two nodes much of what parameters are gathered and reduced for hides: costs bound no step of one stage."""
+    config = gpt.Config(num_layers=8, hidden_size=1024, num_heads=16, seq_len=256, vocab_size=8192, batch_size=32)
+    with torch.device("meta"):
+        model = trace(gpt.build(config), {k: v.to("meta") for k, v in gpt.example_inputs(config).items()})
+    mesh = autopar.Mesh("v100", nodes=2, devices_per_node=4)
+    free, alone = found(mesh=mesh, model=model), found(mesh=mesh, model=model, stages=1)
+    assert free.predicted.step_time_ns <= alone.predicted.step_time_ns
