@@ -146,8 +146,7 @@ class Looks:
         stride = max(1, int(math.log2(peak / self.admitted))) if least == NEVER else 1
         if not self._is_bound(found):
             return Look(floor, least, least, tuple(found), stride)
-        stays = fastest.state_bytes / stages
-        times = max(1.0, (peak - stays) / max(self.admitted - stays, self.admitted / 8))
+        times = max(1.0, peak / self.admitted)
         likely = min(least, round(floor * (1 + RELIEF * math.log2(times) ** 2)))
         return Look(floor, least, likely, tuple(found), stride, (curve, fastest))
 

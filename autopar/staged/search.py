@@ -75,18 +75,16 @@ class StagedSearch:
 
     def run(self, report: Report) -> list[EstimatedStages]:
         """Everything that was looked at in time, the fastest by estimate first."""
-        clock, climbed = self.clock.part(STAGE_SHARE), list[Setting]()
+        clock = self.clock.part(STAGE_SHARE)
         for size, axes in self._by_first_look(clock.part(FIRST_LOOK_SHARE)):
             if clock.is_over and (self.looks.candidates or self.known_ns < math.inf):
                 self.stop_reason = clock.stop_reason
                 break
             here = self._climb(size, axes)
-            climbed += here
             likely_ns = min(self.looks.known[setting].likely_ns for setting in here)
             what = f"{likely_ns / 1e6:.3f} ms" if likely_ns < NEVER else "nothing better that fits"
             count = self.request.mesh.num_devices // size
             report(f"{count} stage{'s' if count > 1 else ''} of {sizes_text(axes)}: {what}")
-        self.looks.trade(climbed, clock)
         self.looks.trade(self._look_at_templates(clock), clock)
         self.looks.trade(self._look_between(clock), clock)
         return sorted(self.looks.candidates, key=lambda candidate: candidate.step_ns)
@@ -127,7 +125,7 @@ class StagedSearch:
         likely = [(look.likely_ns, setting) for setting, look in self.looks.known.items()]
         shapes: dict[LogicalMesh, Setting] = {}
         for likely_ns, setting in sorted([*likely, *self.looks.floors], key=lambda pair: pair[0]):
-            if self.looks.may_be_best(likely_ns):
+            if self.layered.shares_cores or self.looks.may_be_best(likely_ns):
                 shapes.setdefault(setting.axes, setting)
         looked: list[Setting] = []
         for setting in [*shapes.values()][:TEMPLATE_SHAPES]:
@@ -188,7 +186,7 @@ class StagedSearch:
 
     def _climb(self, size: int, axes: LogicalMesh) -> list[Setting]:
         """From where it starts up, as long as it is likely to get better; else down. What is likely to be the best is
-        traded against memory at once, so that others are judged by it."""
+        traded against memory at once, so that other shapes are judged by it."""
         counts, start = self.counts.ladder(axes), self._start(size, axes)
         looked = [self._setting(size, axes, start)]
         first = last = self.looks.look(looked[0])
@@ -213,7 +211,7 @@ class StagedSearch:
         best = min(looked, key=lambda setting: self.looks.look(setting).likely_ns)
         if self.looks.look(best).likely_ns <= min(look.likely_ns for look in self.looks.known.values()):
             self._likely_spread = best.microbatches * size
-        self.looks.trade([best], self.clock)
+        self.looks.trade(looked, self.clock)
         return looked
 
     def frugal(self) -> Iterator[EstimatedStages]:
@@ -236,9 +234,9 @@ class StagedSearch:
 
 def _as_templates(setting: Setting) -> Iterator[Setting]:
     """The setting with its axes named as templates name them, the outer one for data: ZeRO 0 to 3 where it is. No
-    template has a third axis, and on one rank there is nothing to name."""
+    template has a third axis."""
     sizes = tuple(axis.size for axis in setting.axes)
     shards = (0, 1, 2, 3) if setting.microbatches > 1 else (0, 1, 3)
-    for names in {1: (("dp",), ("tp",)), 2: (("dp", "tp"),)}.get(len(sizes), ()):
+    for names in {0: ((),), 1: (("dp",), ("tp",)), 2: (("dp", "tp"),)}.get(len(sizes), ()):
         for zero in shards if "dp" in names else (0,):
             yield replace(setting, axes=make_axes(names, sizes), zero=zero)
