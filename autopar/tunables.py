@@ -92,8 +92,8 @@ NEAR_TEMPLATE = 1.25
 """A template that would take so many times the best estimate is not looked at with more or fewer microbatches. At 1.1,
 steps on shared cores, which depend little on their number, end before the best; at 1.5, more solves."""
 BETWEEN = 2
-"""Settings, the best first, from which numbers of microbatches are looked at that are between those of before, where the
-batch divides by others than powers of two. Doubled, twice as many solves, where most are no better."""
+"""Settings, the best first, from which numbers of microbatches are looked at that are between those of before, where
+the batch divides by others than powers of two. Doubled, twice as many solves, where most are no better."""
 RUNNERS_UP = 2
 """Other borders between stages that are kept of each setting, for when it is the best when simulated. Each is one more
 plan to simulate, of the best settings alone."""
