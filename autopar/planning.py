@@ -9,7 +9,7 @@ from functools import cached_property, partial
 
 from autopar.clock import Clock
 from autopar.cost import Profile
-from autopar.cost.collectives import LEVELS
+from autopar.cost.profile import LEVELS
 from autopar.errors import InfeasibleError
 from autopar.intraop import (
     KeptParameter,

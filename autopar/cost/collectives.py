@@ -11,6 +11,9 @@ Byte conventions are those of `ir.redistribution.transfer_bytes`.
 | all_to_all     | pairwise σ + (p−1)α + (p−1)/p·bβ; Bruck σ + ⌈log₂p⌉α + ⌈log₂p⌉/2·bβ; two-level |
 | send           | σ + α + bβ; k messages to several ranks σ + kα + bβ |
 
+Inside a node, where groups of other sizes were measured, those of next fewer and next more ranks count instead of a
+formula (`_likened_ns`).
+
 A link may have two protocols, as NCCL's do: one of cheap messages, one of full bandwidth. Each algorithm takes the
 better one at its size.
 
@@ -30,15 +33,14 @@ devices of a node share its adapters, each has its part of their bandwidth (`Lin
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from functools import lru_cache
 from typing import NamedTuple
 
-from autopar.cost.profile import CollectivePoints, Link, Profile, Waits, interpolate
+from autopar.cost.profile import ACROSS, INSIDE, LEVELS, CollectivePoints, Link, Profile, Waits, interpolate
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Axis, Placement, Shape
 from autopar.ir.redistribution import ItemSize, Step, apply, cheapest_path, transfer_bytes
-
-LEVELS = INSIDE, ACROSS = "intra_node", "inter_node"
 
 
 class Wire(NamedTuple):
@@ -101,7 +103,8 @@ def collective_time_ns(kind: str, num_bytes: int, axis: Axis, devices_per_node: 
 def _group_time_ns(kind: str, num_bytes: int, group: Group, devices_per_node: int, profile: Profile) -> int:
     measured = _measured(kind, group, profile)
     if measured is None:
-        return math.ceil(modelled_ns(kind, num_bytes, group) * _contention(devices_per_node, 1, profile))
+        found = _likened_ns(kind, num_bytes, group, profile) or modelled_ns(kind, num_bytes, group)
+        return math.ceil(found * _contention(devices_per_node, 1, profile))
     return math.ceil(measured_ns(measured, num_bytes) * _contention(devices_per_node, group.ranks, profile))
 
 
@@ -151,6 +154,36 @@ def _measured(kind: str, group: Group, profile: Profile) -> CollectivePoints | N
     if group.nodes == 1:
         return profile.collectives.get((kind, INSIDE, group.ranks))
     return profile.collectives.get((kind, ACROSS, group.ranks)) if group.inside == 1 else None
+
+
+def _likened_ns(kind: str, num_bytes: int, group: Group, profile: Profile) -> float | None:
+    """As long as measured groups of fewer and of more ranks inside a node take, between them by (p−1)/p; None where no
+    group was measured, or groups are too unlike since they share cores.
+
+    Beyond the largest group by (p−1)/p, too, and the messages that the ring or the tree has more.
+    """
+    known = sorted(ranks for op, level, ranks in profile.collectives if (op, level) == (kind, INSIDE))
+    if group.nodes > 1 or not known or profile.facts.cores is not None:
+        return None
+    right = min(max(1, bisect_left(known, group.ranks)), len(known) - 1)
+    fewer, more = known[max(0, right - 1)], known[right]
+    low, high = (measured_ns(profile.collectives[kind, INSIDE, ranks], num_bytes) for ranks in (fewer, more))
+    if fewer < group.ranks < more:
+        share = (_sent(group.ranks) - _sent(fewer)) / (_sent(more) - _sent(fewer))
+        return (1 - share) * low + share * high
+    nearest, ns = (more, high) if group.ranks > more else (fewer, low)
+    messages = max(0, _messages(kind, group.ranks) - _messages(kind, nearest))
+    return ns * _sent(group.ranks) / _sent(nearest) + messages * min(wire.alpha_ns for wire in group.near.wires)
+
+
+def _sent(ranks: int) -> float:
+    """The part of the bytes that each rank of a ring sends."""
+    return (ranks - 1) / ranks
+
+
+def _messages(kind: str, ranks: int) -> int:
+    """Messages one after another, of a tree for all-reduce, else of a ring."""
+    return 2 * _rounds(ranks) if kind == "all_reduce" else ranks - 1
 
 
 @lru_cache(maxsize=1024)

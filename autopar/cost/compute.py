@@ -154,9 +154,17 @@ def _call_time_ns(call: WorkKey, profile: Profile) -> tuple[int, int]:
     view_forward, view_backward = profile.facts.view_ns
     if kind is VIEW:
         return view_forward, view_backward if any(call.differentiable) else 0
-    forward = _work_ns(call, kind.forward(call), kind.family, 0, profile)
-    backward = _work_ns(call, kind.backward(call), kind.family, 1, profile) if any(call.differentiable) else 0
+    forward = _sustained_ns(_work_ns(call, kind.forward(call), kind.family, 0, profile), kind.family, profile)
+    backward = 0
+    if any(call.differentiable):
+        backward = _sustained_ns(_work_ns(call, kind.backward(call), kind.family, 1, profile), kind.family, profile)
     return (view_forward if kind.family == "view" else forward), backward
+
+
+def _sustained_ns(duration_ns: int, family: str, profile: Profile) -> int:
+    """What takes so long in a burst, in a training step."""
+    clock = profile.facts.sustained_clock
+    return duration_ns if clock == 1.0 or profile.curve(family).bound == "memory" else round(duration_ns / clock)
 
 
 @lru_cache(maxsize=1 << 18)

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from autopar.cost.collectives import ACROSS, INSIDE, Route, redistribution, sends_time_ns
-from autopar.cost.profile import Profile
+from autopar.cost.collectives import Route, redistribution, sends_time_ns
+from autopar.cost.profile import ACROSS, INSIDE, Profile
 from autopar.cost.routes import routes
 from autopar.ir.mesh import LogicalMesh, Mesh
 from autopar.ir.placement import I, Placement, R, S, Shape, leaves_none_empty, local_shape

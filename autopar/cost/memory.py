@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from autopar.errors import PlanError
 from autopar.ir.graph import DTYPE_BYTES, Graph, Node
-from autopar.ir.placement import Shape
+from autopar.ir.placement import Placement, Shape
 from autopar.ops.layout import copied
 from autopar.ops.saved import Saved
 from autopar.ops.table import operator
-from autopar.ops.workspace import Sizes, Workspace
+from autopar.ops.workspace import RuntimeMemory, Sizes, Workspace
 
 # Optimizer state ----------------------------------------
 
@@ -128,3 +128,10 @@ def workspace_bytes(op: str, sizes: Sizes) -> Workspace:
     """Bytes that an operator takes for a while in the forward and in the backward pass."""
     rule = operator(op).workspace
     return rule(sizes) if rule is not None and sizes.operands else (0, 0)
+
+
+def lowered_memory(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory | None:
+    """What the runtime's function keeps and takes that runs in the operator's place with operands so placed; None where
+    the operator itself runs."""
+    rule = operator(node.op).lowered
+    return rule(node, sizes, operands) if rule is not None else None

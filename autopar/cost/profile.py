@@ -23,6 +23,7 @@ from autopar.errors import ProfileError
 from autopar.ir import reading
 
 FORMAT = 2
+LEVELS = INSIDE, ACROSS = "intra_node", "inter_node"
 NO_OVERLAP = 16.0  # compute all but stands still while a collective is in flight
 #: families that a profile may know apart from a wider one
 LIKE = {
@@ -47,7 +48,11 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the device is. Launch and view costs are (forward, backward); FLOP/s by dtype."""
+    """What the device is. Launch and view costs are (forward, backward); FLOP/s by dtype.
+
+    sustained_clock: the share of their measured pace that products, attention and convolutions keep in whole training
+    steps, where power and heat hold the clock down; kernels are measured in bursts.
+    """
 
     peak_flops: Mapping[str, float]
     memory_bandwidth: float
@@ -58,6 +63,7 @@ class Facts:
     provenance: Provenance
     cores: int | None = None
     overlap_slowdown: float = 1.0
+    sustained_clock: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -247,7 +253,8 @@ class Link:
 
     Optional: `start_ns` of any collective; `low_latency`, a protocol of cheaper messages and less bandwidth;
     `pass_bandwidth`, at which a rank passes once over its own bytes; `bandwidth_by_ranks`, where the wiring gives
-    groups of different size different bandwidth; `node_bandwidth`, what all devices of a node can send together.
+    groups of different size different bandwidth; `node_bandwidth`, what all devices of a node can send together;
+    `network`, a name that tells a level's links apart where a device is sold with several.
     """
 
     level: str
@@ -259,10 +266,29 @@ class Link:
     pass_bandwidth: float | None = None
     bandwidth_by_ranks: tuple[tuple[int, float], ...] = ()
     node_bandwidth: float | None = None
+    network: str = ""
 
     def bandwidth_of(self, ranks: int) -> float:
         """Bytes a second within a group of so many ranks of this level."""
         return dict(self.bandwidth_by_ranks).get(ranks, self.bandwidth)
+
+
+@dataclass(frozen=True)
+class Interference:
+    """While a collective of a level is in flight beside computation, how many times longer both take."""
+
+    level: str
+    compute: float
+    collective: float
+    provenance: Provenance
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """What calling a collective from torch takes the host, which is in no other figure: until it runs on the wire."""
+
+    collective_ns: int
+    provenance: Provenance
 
 
 @dataclass(frozen=True)
@@ -319,6 +345,9 @@ class Profile:
     tables: Mapping[str, Table] = field(default_factory=dict)
     runtime: Runtime | None = None
     waits: Mapping[tuple[str, int], Waits] = field(default_factory=dict)
+    interference: Mapping[str, Interference] = field(default_factory=dict)  # by level; {}: `Facts.overlap_slowdown`
+    call: CollectiveCall | None = None
+    other_links: tuple[Link, ...] = ()  # of other networks
     ranks_sharing: int = 1  # ranks on one host that this profile is already slowed down for
     _shared: dict[int, Profile] = field(default_factory=dict, repr=False)
 
@@ -330,6 +359,25 @@ class Profile:
     def link(self, level: str) -> Link:
         """The level's link, or the only one that the profile has."""
         return self.links.get(level) or next(iter(self.links.values()))
+
+    @cached_property
+    def slowdowns(self) -> Mapping[str, float]:
+        """How many times longer compute takes while a collective of a level is in flight, without levels of 1.0."""
+        found = dict.fromkeys(LEVELS, self.facts.overlap_slowdown)
+        found |= {name: max(found[name], item.compute) for name, item in self.interference.items()}
+        return {name: slowdown for name, slowdown in found.items() if slowdown > 1.0}
+
+    def beside_compute(self, level: str) -> float:
+        """How many times longer a collective of a level takes while its ranks compute."""
+        return self.interference[level].collective if level in self.interference else 1.0
+
+    def on(self, network: str) -> Profile | None:
+        """The device with the links of that network, and its name at the end of its own; None where it has none."""
+        links = {link.level: link for link in self.other_links if link.network == network}
+        others = [self.links[level] for level in links] + [link for link in self.other_links if link.network != network]
+        name = f"{self.name}-{network}"
+        shown = {**self.links, **links}
+        return replace(self, name=name, links=shown, other_links=tuple(others), _shared={}) if links else None
 
     def curve(self, family: str) -> OperatorCurve:
         """The family's curve, or that of the family that it is like; else it is taken for a pointwise operator."""
@@ -378,12 +426,15 @@ class Profile:
         blocks |= {f"links/{name}": link.provenance for name, link in self.links.items()}
         blocks |= {"/".join(map(str, ("collectives", *k))): c.provenance for k, c in self.collectives.items()}
         blocks |= {"/".join(map(str, ("waits", *key))): item.provenance for key, item in self.waits.items()}
+        blocks |= {f"interference/{name}": item.provenance for name, item in self.interference.items()}
+        blocks |= {"call": self.call.provenance} if self.call else {}
         return {name: str(block) for name, block in blocks.items()}
 
     def sources(self, families: Collection[str], levels: Collection[str]) -> dict[str, str]:
         """The source of each block that serves operators of these families and links of these levels."""
         wanted = {"facts", "host", *(f"operators/{self.curve(family).family}" for family in sorted(families))}
         wanted |= {f"links/{self.link(level).level}" for level in levels}
+        wanted |= {f"interference/{level}" for level in levels}
         found = {name: source for name, source in self.provenance.items() if name in wanted}
         measured = [item for (_, level, _), item in self.collectives.items() if level in levels]
         found |= {f"collectives/{item.collective}": str(item.provenance) for item in measured}
@@ -444,6 +495,9 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         raise ProfileError(f"{origin} is no cost profile: {error}") from None
     operators = [_read_operator(item) for item in data["operators"]]
     links = [_read_link(item) for item in data["links"]]
+    first: dict[str, Link] = {}
+    for link in links:
+        first.setdefault(link.level, link)
     collectives = [CollectivePoints(**_fields(item)) for item in data["collectives"]]
     profile = Profile(
         name=data["name"],
@@ -451,13 +505,16 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         device_type=data["device_type"],
         facts=Facts(**_fields(data["facts"])),
         operators={item.family: item for item in operators},
-        links={item.level: item for item in links},
+        links=first,
+        other_links=tuple(item for item in links if item is not first[item.level]),
         collectives={(item.collective, item.level, item.ranks): item for item in collectives},
         aliases=tuple(data.get("aliases", ())),
         host=Host(**_fields(data["host"])) if data.get("host") else None,
         tables={item["name"]: Table(**_fields(item)) for item in data.get("tables", ())},
         runtime=Runtime(**_fields(data["runtime"])) if data.get("runtime") else None,
         waits={(item["level"], item["ranks"]): Waits(**_fields(item)) for item in data.get("waits", ())},
+        interference={item["level"]: Interference(**_fields(item)) for item in data.get("interference", ())},
+        call=CollectiveCall(**_fields(data["call"])) if data.get("call") else None,
     )
     _check(profile, origin)
     return profile
@@ -475,7 +532,9 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "host": profile.host and asdict(profile.host),
         "operators": [_write_operator(item) for item in profile.operators.values()],
         "runtime": profile.runtime and asdict(profile.runtime),
-        **{name: [asdict(item) for item in getattr(profile, name).values()] for name in _KEYS if name != "operators"},
+        "call": profile.call and asdict(profile.call),
+        **{name: [asdict(item) for item in getattr(profile, name).values()] for name in _KEYS if name not in _OWN},
+        "links": [asdict(link) for link in (*profile.links.values(), *profile.other_links)],
     }
 
 
@@ -486,15 +545,16 @@ def _validator() -> Any:
 
 #: what tells the items of a list apart
 _KEYS = {
-    "operators": ("family",), "links": ("level",), "collectives": ("collective", "level", "ranks"),
-    "tables": ("name",), "waits": ("level", "ranks"),
+    "operators": ("family",), "links": ("level", "network"), "collectives": ("collective", "level", "ranks"),
+    "tables": ("name",), "waits": ("level", "ranks"), "interference": ("level",),
 }  # fmt: skip
+_OWN = ("operators", "links")  # are written in their own way
 
 
 def _check_keys(items: Iterable[Mapping[str, Any]], name: str, key: tuple[str, ...]) -> None:
     known: set[tuple[Any, ...]] = set()
     for number, item in enumerate(items):
-        own = tuple(item[part] for part in key)
+        own = tuple(item.get(part, "") for part in key)
         if own in known:
             raise reading.MalformedError((name, number), f"one item for each {' and '.join(key)}", f"{own} twice")
         known.add(own)

@@ -6,15 +6,14 @@ follow from the program's inputs, its all-reduce starts at the top of forward an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.emit.calls import CallWriter
 from autopar.emit.names import Names
 from autopar.emit.tree import Region
-from autopar.ir.graph import Graph
-from autopar.ir.plan import StagePlan
 from autopar.ir.statements import Operate, Statement, Value
+from autopar.ops.ahead import chain, makers
 
 
 @dataclass(frozen=True)
@@ -48,36 +47,3 @@ def count_lines(losses: Sequence[Operate], calls: CallWriter, names: Names, inde
         calls.counts[loss.node.name] = name
         lines.append(f"{indent}{name} = {calls.write_count(loss, names[loss.reads[1]])}  # all_reduce 4 B")
     return lines
-
-
-def makers(statements: Sequence[Statement]) -> dict[Value, Statement]:
-    """The statement that makes each value."""
-    return {made: statement for statement in statements for made in statement.makes}
-
-
-def known_ahead(graph: Graph, stage: StagePlan, inputs: Sequence[Value]) -> set[Value]:
-    """Inputs, and what is stored that no step changes, as it is stored."""
-    stored = (s.tensor for s in graph.stored if s.kind != "parameter" and s.name not in graph.mutations)
-    return {*inputs, *((name, stage.storage[name].placement) for name in stored)}
-
-
-def chain(
-    value: Value, known: set[Value], made_by: dict[Value, Statement], ends: Callable[[Statement], bool] | None = None
-) -> list[Statement] | None:
-    """The statements that lead from known values to this one; None where something else is needed.
-
-    ends: whether a statement needs nothing that is made before it.
-    """
-    if value in known:
-        return []
-    if value not in made_by:
-        return None
-    found = [made_by[value]]
-    if ends is not None and ends(found[0]):
-        return found
-    for read in made_by[value].reads:
-        before = chain(read, known, made_by, ends)
-        if before is None:
-            return None
-        found += before
-    return found

@@ -6,10 +6,10 @@ one class as before. Everything else that does not change is computed by the pro
 
 from __future__ import annotations
 
-from autopar.emit.early import makers
 from autopar.emit.tree import Region
 from autopar.ir.graph import Graph
 from autopar.ir.statements import Flat, Statement, Value
+from autopar.ops.ahead import makers
 
 
 class Folding:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autopar.emit.again import made_again
 from autopar.emit.classes import INDENT, Classes, ClassWriter, walk
-from autopar.emit.counting import counting_lines, without_summands
+from autopar.emit.counting import counting_lines
 from autopar.emit.early import count_lines, find_early
 from autopar.emit.folding import Folding
 from autopar.emit.literals import unsaved_text
@@ -26,6 +26,7 @@ from autopar.ir.statements import Flat, Value, flatten
 from autopar.ir.structure import block_paths
 from autopar.microbatch import on_microbatch_axis
 from autopar.ops import defining_module
+from autopar.ops.ahead import ToldAhead
 from autopar.ops.table import LOWERED
 
 _HEADER = '''"""{model} on {mesh} as {axes}. Emitted by autopar; every statement names the line it comes from.
@@ -70,8 +71,8 @@ class _Written:
         self, graph: Graph, stage: StagePlan, classes: Classes, name: str, leaving: Sequence[Value] = ()
     ) -> None:  # fmt: skip
         self.graph, self.stage, self.name = graph, stage, name
-        self.everything = made_once(graph, stage, flatten(graph, stage, leaving))
-        self.flat = flat = without_summands(self.everything, stage)
+        self.ahead = ToldAhead(graph, stage, made_once(graph, stage, flatten(graph, stage, leaving)))
+        self.flat = flat = self.ahead.left
         ends = [*flat.outputs, *flat.mutations.values(), *flat.leaving]
         blocks, is_again = block_paths(graph, modules_again(stage.recompute)), made_again(graph, stage.recompute)
         self.root = build_tree(flat.statements, ends, name, blocks, flat.hosts, is_again)
@@ -191,7 +192,7 @@ def _methods(what: _Written) -> list[str]:
         lines += ["", *constants[0]]
         targets = [body_names.make(value, value[0]) for value in constants[1]]
         body.append(f"{INDENT * 2}{', '.join(targets)}{',' if len(targets) == 1 else ''} = self.constants()")
-    lines += counting_lines(what.everything, writer, inputs)
+    lines += counting_lines(what.ahead.told, writer, inputs)
     known = {*inputs, *(value for statement in flat.constants for value in statement.makes)}
     early = find_early(root.items, known, writer.calls)
     body += writer.body(early.moved, "", body_names)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from autopar.ir.graph import IDENTITY, Node
 from autopar.ir.placement import Axis, P, Placement, R, S, num_shards
-from autopar.ops import saved, work
+from autopar.ops import saved, work, workspace
 from autopar.ops.call import Call
 from autopar.ops.local import LocalCall, tuple_of
 from autopar.ops.notation import AxisRule
@@ -98,6 +98,6 @@ def _bags_local(local: LocalCall) -> str | None:
 _ROWS = Operator(work=work.ROWS, saved=saved.indices, needs_elements=True)
 
 EMBEDDINGS: dict[str, Operator] = {
-    "aten.embedding.default": _ROWS.by(embedding, local=_embedding_local),
+    "aten.embedding.default": _ROWS.by(embedding, local=_embedding_local, lowered=workspace.split_lookup),
     "aten._embedding_bag.default": _ROWS.by(embedding_bag, local=_bags_local, limits=(_bags_error,), asks_makers=True),
 }

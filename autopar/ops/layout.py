@@ -33,11 +33,13 @@ _PRODUCTS = frozenset(["linear", "matmul"])
 
 class Copied(NamedTuple):
     """The names of the nodes that copy operands: those that reshape into new memory; products whose first operand's
-    rows do not lie as those of a matrix do; and of each einsum, the operands whose dims do not."""
+    rows do not lie as those of a matrix do; and of each einsum, the operands whose dims do not. permuted: tensors whose
+    dims lie in memory in another order than theirs."""
 
     reshapes: frozenset[str]
     rows: frozenset[str]
     factors: Mapping[str, tuple[int, ...]]
+    permuted: frozenset[str]
 
 
 @found_once
@@ -57,7 +59,14 @@ def copied(graph: Graph) -> Copied:
             strides.update((name, found) for name in node.results)
         elif node.operands and base_name(node.op) in RESHAPES:
             reshapes.add(node.name)
-    return Copied(frozenset(reshapes), frozenset(rows), factors)
+    permuted = {name for name, own in strides.items() if not _in_order(graph.tensors[name].shape, own)}
+    return Copied(frozenset(reshapes), frozenset(rows), factors, frozenset(permuted))
+
+
+def _in_order(shape: Shape, strides: Strides) -> bool:
+    """Whether the elements of a tensor lie in the order of its dims, without gaps."""
+    usual = contiguous_strides(shape)
+    return all(size == 1 or own == other for size, own, other in zip(shape, strides, usual, strict=True))
 
 
 def _has_rows(node: Node, graph: Graph, strides: dict[str, Strides]) -> bool:

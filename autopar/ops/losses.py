@@ -62,6 +62,7 @@ def _local(local: LocalCall) -> str | None:
 LOSSES: dict[str, Operator] = {
     "aten.cross_entropy_loss.default": Operator(
         cross_entropy, work=work.CROSS_ENTROPY, saved=saved.cross_entropy, workspace=workspace.cross_entropy,
-        inside=_inside, local=_local, counts_samples=_is_mean, needs_elements=True,
+        lowered=workspace.split_cross_entropy, inside=_inside, local=_local, counts_samples=_is_mean,
+        needs_elements=True,
     ),
 }  # fmt: skip

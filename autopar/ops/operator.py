@@ -18,7 +18,7 @@ from autopar.ops.local import LocalRule
 from autopar.ops.patterns import RuleFunction
 from autopar.ops.saved import PassRule, SaveRule
 from autopar.ops.work import WorkKind
-from autopar.ops.workspace import WorkspaceRule
+from autopar.ops.workspace import LoweredRule, WorkspaceRule
 
 Limit = Callable[[Call, tuple[Placement, ...], tuple[Axis, ...]], str | None]
 """Why local shapes forbid placements of the operands that follow the rule on each axis, or None."""
@@ -46,6 +46,7 @@ class Operator:
     saved: SaveRule = saved.everything  # what autograd keeps for the backward pass
     saved_on_cpu: SaveRule | None = None  # where CPUs have no fused kernel
     workspace: WorkspaceRule | None = None  # memory that it takes for a while
+    lowered: LoweredRule | None = None  # both, where the runtime has a function for it
     is_view: bool = False  # its results share the memory of the first operand
     passes: PassRule | None = None  # which operands' gradients are the result's own
 

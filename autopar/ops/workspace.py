@@ -13,7 +13,9 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from autopar.ir.placement import Shape
+from autopar.ir.graph import Node
+from autopar.ir.placement import Placement, S, Shape
+from autopar.ops.call import argument
 
 
 class Sizes(NamedTuple):
@@ -36,10 +38,24 @@ class Sizes(NamedTuple):
         return math.prod(self.results[0]) * self.itemsize if self.results else 0
 
 
+INDEX_BYTES = 8  # torch numbers rows and classes in int64
+
 Workspace = tuple[int, int]
 
 
 WorkspaceRule = Callable[[Sizes], Workspace]
+
+
+class RuntimeMemory(NamedTuple):
+    """Of a function of the runtime that runs in the place of an operator: bytes that autograd keeps of it, instead of
+    what it keeps of that, and what it takes for a while."""
+
+    saved_bytes: int
+    workspace: Workspace
+
+
+LoweredRule = Callable[[Node, Sizes, tuple[Placement, ...]], RuntimeMemory | None]
+"""Of a call, by its sizes and where its operands lie; None where the operator itself runs."""
 
 
 def backward(copies: int) -> WorkspaceRule:
@@ -61,7 +77,28 @@ def quotient(sizes: Sizes) -> Workspace:
 
 def cross_entropy(sizes: Sizes) -> Workspace:
     """Two gradients as large as the logits: of the log-probabilities, then of the logits."""
-    return 0, 0 if sizes.communicates else sizes.operand(0)
+    return 0, sizes.operand(0)
+
+
+def split_cross_entropy(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory | None:
+    """`_SplitClasses` of the runtime: exponentials, and for each row two sums, its scale, whether it counts, whether
+    its class is here and which column that is. Rows of numbers of the same kinds come and go beside them."""
+    if S(1) not in operands[0]:
+        return None
+    rows, width = sizes.operands[0][0], max(4, sizes.itemsize)
+    scores, is_widened = math.prod(sizes.operands[0]) * width, width != sizes.itemsize
+    saved = scores + rows * (2 * width + INDEX_BYTES + sizes.itemsize + 2)
+    forward = rows * (2 * INDEX_BYTES + 4 * width + sizes.itemsize)
+    return RuntimeMemory(saved, (forward + scores * is_widened, 4 * width * rows + scores * is_widened))
+
+
+def split_lookup(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory | None:
+    """Of rows of a table that others have: the numbers of those that are here, which these are, which are padding, and
+    what is found before zeros take the place of the others."""
+    if S(0) not in operands[0]:
+        return None
+    count, has_padding = math.prod(sizes.operands[1]), argument(node, 2, "padding_idx", -1) >= 0
+    return RuntimeMemory(count * (INDEX_BYTES + 1 + has_padding), (count * INDEX_BYTES + sizes.result, sizes.result))
 
 
 def rms_norm(sizes: Sizes) -> Workspace:

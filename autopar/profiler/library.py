@@ -16,7 +16,8 @@ from autopar.profiler.host import host_profile
 
 @cache
 def load_profile(name: str) -> Profile:
-    """The profile of that name, alias or file path; the same object for the same name.
+    """The profile of that name, alias or file path; the same object for the same name. A name with that of a network
+    at its end, such as `h100-efa`, is the device on that network, where its profile knows it.
 
     `cpu` is measured on this host at first use and kept in the user's cache directory.
     Raises ProfileError for a name that is unknown or a file that is malformed.
@@ -26,6 +27,9 @@ def load_profile(name: str) -> Profile:
     if name.endswith(".json"):
         return read_profile(Path(name))
     shipped = _shipped()
+    base, _, network = name.rpartition("-")
+    if name not in shipped and base in shipped and (found := load_profile(base).on(network)):
+        return found
     if name not in shipped:
         known = ", ".join(sorted({"cpu", *shipped}))
         raise ProfileError(

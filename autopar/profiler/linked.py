@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autopar.cost.collectives import ACROSS, INSIDE
-from autopar.cost.profile import CollectivePoints, Profile, Provenance
+from autopar.cost.profile import ACROSS, INSIDE, CollectivePoints, Profile, Provenance
 from autopar.errors import ProfileError
 from autopar.profiler.fit import non_decreasing
 from autopar.profiler.measure_links import REVISION

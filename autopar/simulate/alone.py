@@ -31,8 +31,9 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.cost import Profile
-from autopar.cost.collectives import INSIDE, collective_time_ns
+from autopar.cost.collectives import collective_time_ns
 from autopar.cost.compute import pointwise_time_ns
+from autopar.cost.profile import INSIDE
 from autopar.ir.graph import IDENTITY, Graph, Node
 from autopar.ir.placement import Placement
 from autopar.ir.plan import NodePlan, Plan, StagePlan, Storage

@@ -2,8 +2,9 @@
 
 A task runs on its stream when the tasks that it depends on have ended and the stream's earlier tasks have. Tasks are
 submitted after those they depend on, so each is placed once, in order of submission: streams are first-in, first-out,
-as on the device. While a collective is in flight, compute progresses `overlap_slowdown` times slower. Times count from
-the begin of the pass, which is when the compute stream is free; what is still under way then is *carried*.
+as on the device. While a collective is in flight, compute progresses as many times slower as that collective's level
+says (`Profile.slowdown`). Times count from the begin of the pass, which is when the compute stream is free; what is
+still under way then is *carried*.
 
 Where a collective stops the rank, its ranks *meet*: it starts once the slowest of them is there, which takes the longer
 the longer they have computed since they met before (`Waits`).
@@ -15,7 +16,7 @@ of the device when that is slower.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import add
 from typing import NamedTuple
 
@@ -25,6 +26,9 @@ COMPUTE = "compute"
 
 Task = tuple[str, str, int, int, str]
 """Stream, name, start and end in ns, kind."""
+
+Flight = tuple[int, int, float]
+"""Of a collective: start, end, and how many times slower compute progresses meanwhile."""
 
 Change = tuple[int, int, str, int]
 """Of memory: time in ns, bytes taken or (negative) given back, kind, and moment of that time."""
@@ -54,12 +58,12 @@ LAST = 0  # the number of the compute stream's latest task before the pass
 class Carried(NamedTuple):
     """What a device has under way when a pass begins, in ns after that.
 
-    links: when each communication stream is free; in_flight: its collectives, as intervals; last_ns: how long the
-    compute stream's latest task took, which ended at 0; unmet_ns: how long it has computed since its ranks met.
+    links: when each communication stream is free; in_flight: its collectives; last_ns: how long the compute stream's
+    latest task took, which ended at 0; unmet_ns: how long it has computed since its ranks met.
     """
 
     links: tuple[tuple[str, int], ...] = ()
-    in_flight: tuple[tuple[int, int], ...] = ()
+    in_flight: tuple[Flight, ...] = ()
     last_ns: int = 0
     unmet_ns: int = 0
 
@@ -88,7 +92,10 @@ class Moment:
 class Engine:
     """Places tasks on streams and records what they allocate and free."""
 
-    def __init__(self, overlap_slowdown: float, carried: Carried, host_ns: int = 0, kind: str = "forward") -> None:
+    def __init__(
+        self, slowdowns: Mapping[str, float], carried: Carried, host_ns: int = 0, kind: str = "forward"
+    ) -> None:
+        """slowdowns: of compute while a collective is in flight, by communication stream; 1.0 is not listed."""
         self.tasks: list[Task] = [(COMPUTE, "", -carried.last_ns, 0, "")]
         self.waited: dict[str, int] = defaultdict(int)  # kind of task waited for -> compute's idle time
         self.allocations: list[Change] = []
@@ -96,7 +103,7 @@ class Engine:
         self.last = LAST  # the compute stream's latest task
         self.links: dict[str, int] = dict(carried.links)
         self.in_flight = list(carried.in_flight)
-        self._slowdown = overlap_slowdown
+        self._slowdowns = slowdowns
         self.num_carried = 1
         self.host_ns = host_ns  # until when the host is busy launching what was submitted
         self.kind = kind  # of the compute that waits for launches
@@ -137,7 +144,7 @@ class Engine:
             self.waited[cause] += start - free
             self._met_ns += start - free
         end = start + duration_ns
-        if self.in_flight and self._slowdown > 1.0:
+        if self.in_flight:
             end = self._slowed_end(start, duration_ns)
         self.free_ns = end
         self.last = len(tasks)
@@ -165,25 +172,27 @@ class Engine:
             start = others(start)
         end = start + duration_ns
         self.links[link] = end
-        if self._slowdown > 1.0:
-            self.in_flight.append((start, end))
+        slowdown = self._slowdowns.get(link)
+        if slowdown is not None:
+            self.in_flight.append((start, end, slowdown))
         tasks.append((link, name, start, end, kind))
         return len(tasks) - 1
 
     def _slowed_end(self, start: int, duration_ns: int) -> int:
-        """When compute ends that makes 1/slowdown of its progress while any collective is in flight."""
+        """When compute ends that makes 1/slowdown of its progress while a collective is in flight: the one that began
+        first."""
         left, now = float(duration_ns), start
         pending = [span for span in self.in_flight if span[1] > start]
         self.in_flight = pending  # compute starts in order: what ended before is of no more use
-        for begin, end in sorted(pending):
+        for begin, end, slowdown in sorted(pending):
             begin, end = max(begin, now), max(end, now)
             if left <= begin - now:
                 break
             left -= begin - now
             now = begin
-            if left * self._slowdown <= end - now:
-                return now + round(left * self._slowdown)
-            left -= (end - now) / self._slowdown
+            if left * slowdown <= end - now:
+                return now + round(left * slowdown)
+            left -= (end - now) / slowdown
             now = end
         return now + round(left)
 

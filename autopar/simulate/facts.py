@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import NamedTuple
 
 from autopar.cost.memory import is_view, passes_gradient, saved_values
@@ -35,8 +35,10 @@ from autopar.ir.recompute import PieceStep, makes_memory, modules_again, operato
 from autopar.ir.redistribution import Step, apply
 from autopar.ir.statements import Flat, Operate, Statement, Value
 from autopar.ir.structure import block_paths, constant_tensors, folded_tensors
+from autopar.ops.layout import copied
 from autopar.ops.saved import Saved
 from autopar.runtime.packing import LONE_BYTES
+from autopar.simulate.conversions import Moves, Way
 
 
 class NodeFacts(NamedTuple):
@@ -166,11 +168,11 @@ class Recomputation:
         ]
         again = {piece for needed in pieces_needed(steps) for piece in needed}
         known = zip(pieces, statements, strict=True)
-        self._again: set[str | Value] = {_key(s) for piece, s in known if piece >= 0 and piece in again}
+        self._again: set[str | Value] = {key_of(s) for piece, s in known if piece >= 0 and piece in again}
 
     def runs_again(self, statement: Statement) -> bool:
         """Whether the backward pass runs the statement once more."""
-        return _key(statement) in self._again
+        return key_of(statement) in self._again
 
     def computes_again(self, node: str) -> bool:
         """Whether an operator runs again."""
@@ -240,7 +242,8 @@ def number_calls(calls: Iterable[Call | None]) -> list[int]:
     return found
 
 
-def _key(statement: Statement) -> str | Value:
+def key_of(statement: Statement) -> str | Value:
+    """An operator's name, or what a conversion makes."""
     return statement.node.name if isinstance(statement, Operate) else statement.makes[0]
 
 
@@ -325,30 +328,30 @@ class LocalShapes:
 # Copies ----------------------------------------
 
 
-_PASSED_ON = {("P", "I"), ("I", "P")}
-
-
-def keeps_gradient(step: Step) -> bool:
-    """Whether the gradient after a step is the gradient before it."""
-    return (step.before.kind, step.after.kind) in _PASSED_ON
-
-
 class Copies:
     """Bytes of copies by tensor and way, for one plan on one kind of device."""
 
     def __init__(self, graph: Graph, plan: StagePlan, device_type: str, shapes: LocalShapes) -> None:
         self._graph, self._axes, self._shapes = graph, plan.axes, shapes
         self._sums_parts = device_type == "cpu"
+        self._moves, self._permuted = Moves(plan.axes, self._sums_parts), copied(graph).permuted
+        self._ways: dict[Hashable, tuple[Way, Way]] = {}
 
-    def conversion_bytes(self, tensor: str, source: Placement, steps: Sequence[Step]) -> tuple[int, int]:
-        """For an activation's conversion, forward and backward: the most that one of its steps takes."""
-        forward = backward = 0
-        for before, step, after in self._walk(source, steps):
-            size = max(self._shapes.local(tensor, before)[1], self._shapes.local(tensor, after)[1])
-            kinds, dims = (step.before.kind, step.after.kind), (step.before.dim, step.after.dim)
-            forward = max(forward, self._moved(*kinds, *dims, size))
-            backward = max(backward, self._moved(*_transposed(*kinds), *dims[::-1], size))
-        return forward, backward
+    def of_activation(self, tensor: str, source: Placement, steps: Sequence[Step]) -> tuple[Way, Way]:
+        """The ways of an activation to another placement, and of its gradient back."""
+        is_permuted, itemsize = tensor in self._permuted, self._shapes.itemsize(tensor)
+        key = self._shapes.shapes[tensor], itemsize, source, steps, is_permuted
+        known = self._ways.get(key)
+        if known is None:
+
+            def local(placement: Placement) -> Shape:
+                return self._shapes.local(tensor, placement)[0]
+
+            known = self._ways[key] = (
+                self._moves.forward(local, itemsize, source, steps, is_permuted),
+                self._moves.backward(local, itemsize, source, steps),
+            )
+        return known
 
     def gather_bytes(self, tensor: str, source: Placement, steps: Sequence[Step]) -> int:
         """For a parameter on its way to where it is used; small ones travel packed."""
@@ -383,18 +386,3 @@ class Copies:
             walked.append((source, step, after))
             source = after
         return walked
-
-    def _moved(self, source: str, target: str, source_dim: int, target_dim: int, size: int) -> int:
-        if source == "S" and target == "S":
-            return size * ((target_dim != 0) + (source_dim != 0))
-        if source == "S" and target in "RI":
-            return size if source_dim else 0
-        if source == "P" and target == "S":
-            return size * (bool(target_dim) + self._sums_parts)
-        return 0
-
-
-def _transposed(before: str, after: str) -> tuple[str, str]:
-    """What the gradient's kind changes from and to: R's is P, and the other way around."""
-    other = {"R": "P", "P": "R"}
-    return other.get(after, after), other.get(before, before)

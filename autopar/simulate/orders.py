@@ -377,19 +377,20 @@ def _contribute(
     made = program.values[value]
     if not made.wants_gradient or made.slot >= 0 or made.item < 0:
         return
+    size = item.gradient_bytes or made.num_bytes
     if value in buffer and buffer[value][0] == 0:  # added to what has come from another stage, in new memory
-        changes.taken[number] += made.num_bytes
-        buffer[value] = [made.num_bytes, 1, -1]
+        changes.taken[number] += size
+        buffer[value] = [size, 1, -1]
     elif value in buffer:  # added to what is there, from memory that is given back at once
         if value not in item.passing:
-            changes.taken[number] += made.num_bytes
-            changes.given[number] += made.num_bytes
+            changes.taken[number] += size
+            changes.given[number] += size
     elif value in item.passing and held:
         held[0][1] += 1
         buffer[value] = held[0]
     else:
-        changes.taken[number] += made.num_bytes
-        buffer[value] = [made.num_bytes, 1, -1]
+        changes.taken[number] += size
+        buffer[value] = [size, 1, -1]
 
 
 # Directions of the backward pass ----------------------------------------

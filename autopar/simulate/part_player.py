@@ -16,7 +16,7 @@ from autopar.clock import worked
 from autopar.cost import Profile
 from autopar.ir.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
-from autopar.simulate.engine import COMPUTE, LAST, Carried, Engine
+from autopar.simulate.engine import COMPUTE, LAST, Carried, Engine, Flight
 from autopar.simulate.orders import Direction, Orders, Unsupported, first_operand
 from autopar.simulate.parts import NUM_BEFORE, Part
 from autopar.simulate.player import ROOT, Meet, PassKind, Played, Player, Travelling, finished, meets
@@ -88,7 +88,7 @@ class PartEntry(NamedTuple):
     host_ns: int = 0
     waiting: str = ""
     links: tuple[tuple[str, int], ...] = ()
-    in_flight: tuple[tuple[int, int], ...] = ()
+    in_flight: tuple[Flight, ...] = ()
     ready: tuple[tuple[int, int, str], ...] = ()
     gradients: tuple[tuple[int, Ends], ...] = ()
     others: tuple[int, ...] = ()
@@ -301,7 +301,10 @@ class PartPlayer(Player):
     def _begin(self, entry: PartEntry, meet: Meet | None) -> None:
         kind, num_shares = entry.kind, len(self.shares)
         engine = Engine(
-            self._slowdown, Carried(entry.links, entry.in_flight, unmet_ns=entry.unmet_ns), entry.host_ns, entry.waiting
+            self._slowdowns,
+            Carried(entry.links, entry.in_flight, unmet_ns=entry.unmet_ns),
+            entry.host_ns,
+            entry.waiting,
         )
         engine.tasks[LAST] = (COMPUTE, "", entry.last_ns, entry.last_ns, "")
         self.start(kind, engine, meet)

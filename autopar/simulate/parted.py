@@ -16,7 +16,7 @@ from autopar.ir.branches import Coordinates
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, StagePlan
 from autopar.ir.schedule import BACKWARD, DIRECTIONS, FORWARD
-from autopar.simulate.engine import Carried, Change, Moment
+from autopar.simulate.engine import Carried, Change, Flight, Moment
 from autopar.simulate.part_player import (
     FOLLOWING,
     PRECEDING,
@@ -50,7 +50,7 @@ LONG_AGO = -(1 << 62)
 NOTHING: frozenset[int] = frozenset()
 NO_BOUND = Bound(float("inf"), 0)
 
-_Streams = tuple[int, int, str, tuple[tuple[str, int], ...], tuple[tuple[int, int], ...]]
+_Streams = tuple[int, int, str, tuple[tuple[str, int], ...], tuple[Flight, ...]]
 """`PartEntry`'s fields from last_ns to in_flight."""
 
 _Coming = tuple[tuple[int, int, str], ...]
@@ -163,8 +163,7 @@ class PartedStage:
         return whole_pass(PassKind("begin"), gathered.done, standing, partial(self.variants.renamed, self.joined, -1))
 
     def _optimize(self, carried: Carried, standing: Standing) -> Pass:
-        slowdown = self.variants.profile.facts.overlap_slowdown
-        return optimizer_pass(slowdown, carried, standing, self.optimizer_ns, self.workspace)
+        return optimizer_pass(self.variants.profile.slowdowns, carried, standing, self.optimizer_ns, self.workspace)
 
 
 def stage_in_one(
@@ -254,7 +253,8 @@ class _PartedPass:
             links = tuple([(link, max(self.links.get(link, 0), 0) - now) for link in player.levels])
         else:
             links = tuple([(link, end - now) for link, end in sorted(self.links.items()) if end > now])
-        in_flight = tuple([(a - now, b - now) for a, b in self.in_flight if b > now]) if self.in_flight else ()
+        flights = self.in_flight
+        in_flight = tuple([(a - now, b - now, slow) for a, b, slow in flights if b > now]) if flights else ()
         host = self.busy - now if self.host else LONG_AGO if looks_back else 0
         return self.last - now, host, self.waiting if self.host else "", links, in_flight
 
@@ -305,7 +305,7 @@ class _PartedPass:
             self.busy = self.now + known.host_ns
         for link, end in done.links.items():
             self.links[link] = max(begin + end, self.links.get(link, 0))
-        self.in_flight = [(begin + a, begin + b) for a, b in done.in_flight]
+        self.in_flight = [(begin + a, begin + b, slow) for a, b, slow in done.in_flight]
         if known.home:
             self.home += [(begin + end, kind) for end, kind in known.home]
         self.awaited = tuple([(begin + end, cause) for end, cause in known.awaited]) if known.awaited else ()

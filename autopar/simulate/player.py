@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from autopar.cost import Profile
 from autopar.ir.schedule import BACKWARD_INPUT, FORWARD
 from autopar.runtime.packing import MAX_IN_FLIGHT
-from autopar.simulate.engine import COMPUTE, LAST, NOTHING_SENT, Carried, Change, Engine, Moment, Sent, Task
+from autopar.simulate.engine import COMPUTE, LAST, NOTHING_SENT, Carried, Change, Engine, Flight, Moment, Sent, Task
 from autopar.simulate.orders import BackwardStep, Changes, Direction, Lifetimes, Orders
 from autopar.simulate.program import Bucket, Item, LocalProgram, Slot, Transmission
 from autopar.simulate.sharing import Share
@@ -142,7 +142,7 @@ class Played(_Unmet):
     along: dict[tuple[int, str], Sent]
     length_ns: int
     links: dict[str, int]
-    in_flight: list[tuple[int, int]]
+    in_flight: list[Flight]
     last_ns: int
     unmet_ns: int
     has_met: bool
@@ -165,7 +165,7 @@ class Pass(_Unmet):
     changes: list[Change]
     length_ns: int
     links: dict[str, int]
-    in_flight: list[tuple[int, int]]
+    in_flight: list[Flight]
     last_ns: int
     unmet_ns: int
     has_met: bool
@@ -251,7 +251,7 @@ class Player:
     def __init__(self, program: LocalProgram, profile: Profile, orders: Orders) -> None:
         self.program, self.orders = program, orders
         self._collective_ns = profile.host.collective_ns if profile.host else 0
-        self._slowdown = profile.facts.overlap_slowdown
+        self._slowdowns = profile.slowdowns
         self._number = {slot.value: number for number, slot in enumerate(program.slots)}
 
     def start(self, kind: PassKind, engine: Engine, meet: Meet | None) -> None:
@@ -278,7 +278,7 @@ class Player:
 
     def gather(self, carried: Carried, meet: Meet | None) -> Gathered:
         """The parameters that are converted once a step."""
-        self.start(PassKind("begin"), Engine(self._slowdown, carried), meet)
+        self.start(PassKind("begin"), Engine(self._slowdowns, carried), meet)
         for bucket in self.program.gathers:
             self._convert(bucket, ())
         tasks, length = self.engine.tasks, self.engine.free_ns
@@ -402,7 +402,7 @@ class Player:
             if sent.is_early:
                 if self._collective_ns:
                     self.engine.launch(self._collective_ns)
-                self._note_sent(sent, f"operator {sent.collective}")
+                self._note_sent(sent, f"operator {sent.collective}", sent.duration_ns)
             else:
                 _, after = self._transmit(item.name, "operator", [sent], [after])
         return after
@@ -410,25 +410,28 @@ class Player:
     def _transmit(
         self, name: str, purpose: str, transmissions: Sequence[Transmission], after: Iterable[int]
     ) -> tuple[int, int]:
-        """Collectives one after another; the first and the last task."""
+        """Collectives one after another; the first and the last task. Those that the rank does not stop for take as
+        long as if it computed all the while."""
         tasks: list[int] = []
         stops = purpose in STOPPING
+        is_beside = not stops and (purpose != "gradient" or self.sums_early)
         for sent in transmissions:
+            duration_ns = sent.beside_ns if is_beside else sent.duration_ns
             kind = f"{purpose} {sent.collective}"
             before = tasks[-1:] or after
             others = None if self._meet is None else partial(self._meet, sent.axis)
             task = self.engine.transmit(
-                sent.level, name, kind, sent.duration_ns, before, self._collective_ns, others,
+                sent.level, name, kind, duration_ns, before, self._collective_ns, others,
                 sent.waits if stops else None,
             )  # fmt: skip
             tasks.append(task)
-            self._note_sent(sent, kind)
+            self._note_sent(sent, kind, duration_ns)
         return tasks[0], tasks[-1]
 
-    def _note_sent(self, sent: Transmission, kind: str) -> None:
+    def _note_sent(self, sent: Transmission, kind: str, duration_ns: int) -> None:
         self.comm_bytes[sent.collective] += sent.num_bytes
         known = self.along.get((sent.axis, kind), NOTHING_SENT)
-        self.along[sent.axis, kind] = known.plus(Sent(1, sent.num_bytes, sent.duration_ns))
+        self.along[sent.axis, kind] = known.plus(Sent(1, sent.num_bytes, duration_ns))
 
     # Parameters ----------------------------------------
 
@@ -614,10 +617,10 @@ def _ending(one: Travelling, end_ns: int, arrive: int, arrived: int) -> list[Cha
 
 
 def optimizer_pass(
-    slowdown: float, carried: Carried, standing: Standing, duration_ns: int, workspace: int
+    slowdowns: Mapping[str, float], carried: Carried, standing: Standing, duration_ns: int, workspace: int
 ) -> Pass:  # fmt: skip
     """Waits until all gradients are home, then updates the parameters. workspace: bytes taken for that."""
-    engine = Engine(slowdown, carried)
+    engine = Engine(slowdowns, carried)
     after = [engine.carry(end, kind) for end, kind in standing.home]
     for one in standing.journeys:
         after.append(engine.carry(one.end_ns, one.kind))

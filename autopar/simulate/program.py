@@ -9,12 +9,12 @@ free conversions share their base's.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from autopar.cost import Profile, collective_time_ns, waits_along
-from autopar.cost.collectives import ACROSS, INSIDE
 from autopar.cost.compute import (
     copy_time_ns,
     node_issue_ns,
@@ -26,12 +26,13 @@ from autopar.cost.compute import (
     split_norm_time_ns,
 )
 from autopar.cost.memory import (
+    lowered_memory,
     optimizer_moved_bytes,
     optimizer_state_bytes,
     optimizer_workspace_bytes,
     workspace_bytes,
 )
-from autopar.cost.profile import Waits
+from autopar.cost.profile import ACROSS, INSIDE, Waits
 from autopar.errors import PlanError
 from autopar.ir.branches import (
     Coordinates,
@@ -45,12 +46,12 @@ from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Placement, Shape, evenly, format_placement, local_shape
 from autopar.ir.plan import NodePlan, Plan, StagePlan, Storage
-from autopar.ir.recompute import PieceStep, pieces_needed
+from autopar.ir.recompute import PieceStep, makes_memory, pieces_needed
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import answered_values, leaving_values
 from autopar.ops.communication import inner_communication
 from autopar.ops.inner import Inner
-from autopar.ops.saved import Extra
+from autopar.ops.saved import Extra, Saved
 from autopar.ops.table import operator
 from autopar.ops.workspace import Sizes
 from autopar.runtime.packing import LONE_BYTES, pack_gathers
@@ -60,8 +61,6 @@ from autopar.simulate.facts import (
     Copies,
     GraphFacts,
     LocalShapes,
-    NodeFacts,
-    keeps_gradient,
     number_calls,
     tensors_on_the_way,
 )
@@ -80,7 +79,8 @@ RANK_BYTES = 4  # a DeviceMesh numbers its ranks in int32, in the host's memory
 
 class Transmission(NamedTuple):
     """One collective: its name, the link level that it is on, its bytes and nanoseconds. waits: how long its ranks wait
-    for each other besides where it stops them, if that is known. is_early: it was sent long before, and has arrived."""
+    for each other besides where it stops them, if that is known. is_early: it was sent long before, and has arrived.
+    beside_ns: its nanoseconds while its ranks compute."""
 
     collective: str
     level: str
@@ -89,6 +89,7 @@ class Transmission(NamedTuple):
     duration_ns: int
     waits: Waits | None = None
     is_early: bool = False
+    beside_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -138,6 +139,7 @@ class Item:
     inner_backward: tuple[Transmission, ...] = ()
     passing: frozenset[int] = frozenset()  # inputs whose gradient is the result's own, in the same memory
     workspace: tuple[int, int] = (0, 0)  # bytes taken for a while, forward and backward
+    gradient_bytes: int = 0  # of the memory that its operand's gradient lies in; 0: as many as the gradient has
     saved: tuple[int, ...] = ()  # storages
     extra_bytes: int = 0  # saved, but no tensor of the graph
     number_bytes: int = 0  # of plain numbers that are saved, which stay even where all else is computed again
@@ -260,6 +262,7 @@ class OperatorPrice(NamedTuple):
     inner_backward: tuple[Transmission, ...]
     workspace: tuple[int, int]
     split: Split | None
+    lowered_bytes: int | None  # what autograd keeps of the runtime's function that runs instead, if one does
 
 
 class _SlotPrice(NamedTuple):
@@ -479,7 +482,10 @@ class Lowering:
                     duration = max(duration, on_lane)
             level = INSIDE if inside else ACROSS
             waits = waits_along(mesh_axis, per_node, self.profile)
-            self.transmissions[key] = Transmission(collective, level, axis, num_bytes, duration, waits)
+            beside = round(duration * self.profile.beside_compute(level))
+            self.transmissions[key] = Transmission(
+                collective, level, axis, num_bytes, duration, waits, beside_ns=beside
+            )
         return self.transmissions[key]
 
     def _transmissions(
@@ -521,15 +527,16 @@ class Lowering:
         source = self.known[tensor, self.placements[tensor]]
         steps = self._route(tensor, target)
         sizes = self._step_bytes(tensor, steps)
-        is_free = not any("S" in (s.before.kind, s.after.kind) or s.after.kind == "P" for s in steps)
         elsewhere = [self._step_bytes(tensor, steps, lane.axes) for lane in self.others]
         forward, backward = (self._transmissions(steps, sizes, direction, elsewhere) for direction in (0, 1))
-        shares = is_free and not forward
+        way, back = self.copies.of_activation(tensor, self.placements[tensor], steps)
+        shares = way.own_bytes is None and not (tensor in self.again.tensors and makes_memory(steps))
         number = len(program.items)
         if self.again and tensor not in self.facts.constants:
             self._note_call(number, self.again.of_conversion(tensor, steps, self._reading_scope(tensor, target)))
         local = self.shapes.local(tensor, target)
-        storage = program.values[source].storage if shares else self._memory(local[1], number)
+        size = local[1] if way.own_bytes is None else way.own_bytes
+        storage = program.values[source].storage if shares else self._memory(size, number)
         value = self._value(tensor, target, local, storage, number)
         if tensor in self.facts.folded:
             program.items.append(Item(f"{tensor} → {' '.join(map(str, target))}", (source,), (value,), unit=unit))
@@ -544,8 +551,9 @@ class Lowering:
                 backward_ns=self._handling_ns(steps, sizes, 1) if backward else views[1],
                 forward=forward,
                 backward=backward,
-                passing=frozenset((source,)) if all(map(keeps_gradient, steps)) else frozenset(),
-                workspace=self.copies.conversion_bytes(tensor, self.placements[tensor], steps),
+                passing=frozenset((source,)) if back.own_bytes is None else frozenset(),
+                workspace=(way.workspace_bytes, back.workspace_bytes),
+                gradient_bytes=back.own_bytes or 0,
                 unit=unit,
             )
         )
@@ -584,11 +592,16 @@ class Lowering:
             self._result(name, placement, maker, inputs[0] if facts.is_view else -1)
             for name, placement in zip(node.results, placements.results, strict=True)
         ]
-        saved, extra, numbers = self._saved(node, facts, inputs, outputs) if self.trains and facts.saved else ((), 0, 0)
         if is_constant and self.facts.folded.issuperset(node.results):
             program.items.append(Item(node.name, tuple(dict.fromkeys(inputs)), tuple(outputs), unit=unit))
             return
         price = self._operator_price(node, placements, inputs, outputs)
+        kept = facts.saved if self.trains and price.lowered_bytes is None else ()
+        saved, extra, numbers = self._saved(kept, node, inputs, outputs)
+        if self.trains and facts.saved:
+            extra += price.lowered_bytes or 0
+        passing = frozenset([inputs[position] for position in facts.passing])
+        summed, summing_bytes = self._read_several_times(inputs, passing)
         program.items.append(
             Item(
                 name=node.name,
@@ -598,8 +611,8 @@ class Lowering:
                 backward_ns=price.backward_ns,
                 issue_ns=price.issue_ns,
                 split=price.split,
-                passing=frozenset([inputs[position] for position in facts.passing]),
-                workspace=price.workspace,
+                passing=passing - summed,
+                workspace=(price.workspace[0], price.workspace[1] + summing_bytes),
                 inner=price.inner,
                 inner_backward=price.inner_backward,
                 saved=saved,
@@ -608,6 +621,17 @@ class Lowering:
                 unit=unit,
             )
         )
+
+    def _read_several_times(self, inputs: Sequence[int], passing: Collection[int]) -> tuple[frozenset[int], int]:
+        """Operands that an operator reads several times, whose gradients autograd sums in new memory, and bytes of
+        those that are summed beside it."""
+        counts = Counter(inputs)
+        if len(counts) == len(inputs):
+            return frozenset(), 0
+        values = self.program.values
+        several = [value for value, count in counts.items() if count > 1 and values[value].differentiable]
+        made = [(counts[value] - 1) * values[value].num_bytes for value in several if value not in passing]
+        return frozenset(several), sum(made)
 
     def _operator_price(self, node: Node, placements: NodePlan, inputs: list[int], outputs: list[int]) -> OperatorPrice:
         """That of a twin in an equal block with equal placements, whichever plan had it."""
@@ -632,8 +656,11 @@ class Lowering:
                 size = values[inputs[0]].num_bytes
                 times = split_norm_time_ns(passes, size, self.profile)
                 split = split and split._replace(backward_ns=split_norm_backward_ns(passes, size, self.profile))
-            workspace = self._workspace(node, inputs, outputs, bool(own))
-            known = OperatorPrice(*times, issue_ns, inner, inner_backward, workspace, split)
+            sizes = self._sizes(node, inputs, outputs, bool(own))
+            lowered = lowered_memory(node, sizes, placements.operands)
+            workspace = workspace_bytes(node.op, sizes) if lowered is None else lowered.workspace
+            kept = None if lowered is None else lowered.saved_bytes
+            known = OperatorPrice(*times, issue_ns, inner, inner_backward, workspace, split, kept)
             self.prices.operators[key] = known
         return known
 
@@ -684,10 +711,10 @@ class Lowering:
         sent = self._transmission(inner.collective, inner.axis, inner.priced_bytes, sizes)
         return sent._replace(duration_ns=0, waits=None, is_early=True) if inner.is_early else sent
 
-    def _workspace(self, node: Node, inputs: list[int], outputs: list[int], communicates: bool) -> tuple[int, int]:
-        """What the operator takes for a while, beside its operands and results."""
+    def _sizes(self, node: Node, inputs: list[int], outputs: list[int], communicates: bool) -> Sizes:
+        """On this rank."""
         values = self.program.values
-        sizes = Sizes(
+        return Sizes(
             tuple([values[value].shape for value in inputs]),
             tuple([self._made_shape(values[value]) for value in outputs]),
             max((self.shapes.itemsize(name) for name in node.results), default=0),
@@ -695,21 +722,20 @@ class Lowering:
             self.profile.device_type,
             communicates,
         )
-        return workspace_bytes(node.op, sizes)
 
     def _saved(
-        self, node: Node, facts: NodeFacts, inputs: list[int], outputs: list[int]
+        self, kept: Sequence[Saved], node: Node, inputs: list[int], outputs: list[int]
     ) -> tuple[tuple[int, ...], int, int]:
         """The storages that autograd keeps alive for this operator, further bytes, and those of numbers."""
         values = dict(zip((*node.operands, *node.results), (*inputs, *outputs), strict=True))
         storages, extra, numbers = [], 0, 0
-        for kept in facts.saved:
-            if not isinstance(kept, Extra):
-                storages.append(self.program.values[values[kept]].storage)
-            elif kept.is_number:
-                numbers += kept.itemsize
+        for one in kept:
+            if not isinstance(one, Extra):
+                storages.append(self.program.values[values[one]].storage)
+            elif one.is_number:
+                numbers += one.itemsize
             else:
-                extra += kept.num_bytes(self.program.values[values[kept.like]].shape)
+                extra += one.num_bytes(self.program.values[values[one.like]].shape)
         return tuple(dict.fromkeys(storages)), extra, numbers
 
     # Branches ----------------------------------------

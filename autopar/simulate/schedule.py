@@ -26,7 +26,7 @@ from autopar.ir.plan import Breakdown, Plan
 from autopar.ir.schedule import DIRECTIONS, Turn, turns
 from autopar.runtime.arrivals import may_come_early
 from autopar.simulate.cores import Beside, clock_of, in_time, sharing_of
-from autopar.simulate.engine import NOTHING_SENT, Carried, Change, Moment, Sent
+from autopar.simulate.engine import NOTHING_SENT, Carried, Change, Flight, Moment, Sent
 from autopar.simulate.parted import PartedStage
 from autopar.simulate.player import LEAVE_GRADIENTS, Bound, Pass, PassKind, Played, Standing
 from autopar.simulate.timeline import BETWEEN, Lane, Timeline, TimelinePiece
@@ -98,7 +98,7 @@ class Submesh:
     unmet_ns: int = 0
     links: dict[str, int] = field(default_factory=dict)
     sends: dict[str, int] = field(default_factory=dict)
-    in_flight: list[tuple[int, int]] = field(default_factory=list)
+    in_flight: list[Flight] = field(default_factory=list)
     pieces: list[TimelinePiece] = field(default_factory=list)
     waited: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -118,7 +118,7 @@ class Submesh:
 
     def carried(self, now: int) -> Carried:
         links = tuple(sorted((link, end - now) for link, end in self.links.items() if end > now))
-        in_flight = tuple((begin - now, end - now) for begin, end in self.in_flight if end > now)
+        in_flight = tuple((begin - now, end - now, slow) for begin, end, slow in self.in_flight if end > now)
         return Carried(links, in_flight, self.last_ns, self.unmet_ns)
 
     def take(self, done: Pass, begin: int, label: str) -> None:
@@ -127,7 +127,7 @@ class Submesh:
         self.last_ns = done.last_ns
         self.unmet_ns = done.unmet_after(self.unmet_ns)
         self.links.update((link, begin + end) for link, end in done.links.items())
-        self.in_flight = [(begin + a, begin + b) for a, b in done.in_flight if b > done.length_ns]
+        self.in_flight = [(begin + a, begin + b, slow) for a, b, slow in done.in_flight if b > done.length_ns]
         for at, played, rename in done.pieces:
             self.pieces.append(TimelinePiece(begin + at, label, played.tasks, played.allocations, rename))
             self.played[played] += 1

@@ -143,12 +143,12 @@ class Memory:
         found: dict[int, tuple[int, int, Numbers]] = {}  # by interval: bytes, when, by kind
         for stretch in self.stretches():
             interval = stretch.times_ns * most // max(1, step_time_ns + 1)
-            fullest = _last_of_most(stretch.totals, interval)
+            fullest = _first_of_most(stretch.totals, interval)
             rows = zip(
                 *(column[fullest].tolist() for column in (interval, stretch.totals, stretch.times_ns)), strict=True
             )
             for (number, total, time_ns), held in zip(rows, stretch.held(fullest), strict=True):
-                if number not in found or total >= found[number][0]:
+                if number not in found or total > found[number][0]:
                     found[number] = total, time_ns, held
         rows_of = [found[number] for number in sorted(found)]
         columns = np.array([held for _, _, held in rows_of]).T
@@ -156,12 +156,12 @@ class Memory:
         return Samples([time_ns for _, time_ns, _ in rows_of], by_kind)
 
 
-def _last_of_most(totals: Numbers, groups: Numbers) -> Numbers:
-    """Where each group's largest total is, the last time; groups are one after another."""
+def _first_of_most(totals: Numbers, groups: Numbers) -> Numbers:
+    """Where each group's largest total is, the first time; groups are one after another."""
     begins = np.flatnonzero(np.diff(groups, prepend=groups[0] - 1))
     lengths = np.diff(begins, append=len(groups))
     largest = np.flatnonzero(totals == np.repeat(np.maximum.reduceat(totals, begins), lengths))
-    return largest[np.diff(groups[largest], append=groups[-1] + 1) > 0]
+    return largest[np.diff(groups[largest], prepend=groups[0] - 1) > 0]
 
 
 def _in_order(found: Columns, before: Numbers) -> Stretch:

@@ -1,7 +1,8 @@
 """The bytes that one rank hands to each collective in a step, exactly as the emitted program sends them.
 
 Activations: each redistribution once a microbatch, both directions where a gradient flows; forward once more in a call
-that runs again (`Recomputation`). Parameters: once a step; regathered ones each microbatch. What inference keeps of
+that runs again (`Recomputation`), and for each sum or count over all microbatches that it serves, for which alone it
+may be there (`ops.ahead`). Parameters: once a step; regathered ones each microbatch. What inference keeps of
 parameters is sent when these are loaded, in none of the steps after that. Operators that communicate inside add what
 they declare. Byte conventions: `ir.redistribution.transfer_bytes`.
 
@@ -28,14 +29,15 @@ from autopar.ir.plan import Plan, Redistribute, StagePlan
 from autopar.ir.recompute import modules_again
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.schedule import SCHEDULES
-from autopar.ir.stages import stage_graph
+from autopar.ir.stages import leaving_values, stage_graph
 from autopar.ir.statements import Flat, Operate, Statement, Value, flatten
 from autopar.ir.structure import block_paths, computed_once, folded_tensors, is_cut
 from autopar.microbatch import divided_graph, on_microbatch_axis
+from autopar.ops.ahead import ToldAhead
 from autopar.ops.call import call_of
-from autopar.ops.communication import count_of_targets, inner_communication, is_mean_over_samples
+from autopar.ops.communication import count_of_targets, inner_communication
 from autopar.ops.inner import Sent
-from autopar.simulate.facts import Recomputation, tensors_on_the_way
+from autopar.simulate.facts import Recomputation, key_of, tensors_on_the_way
 from autopar.simulate.timeline import Timeline
 
 
@@ -62,16 +64,39 @@ def traffic_by_submesh(graph: Graph, plan: Plan, timeline: Timeline) -> list[dic
 
 def _of_stage(graph: Graph, full: Plan, plan: Plan, index: int, rank: int = 0) -> Counter[str]:
     """Of a stage of a plan, and the plan stated on the axis of microbatches."""
-    moved = _moved(stage_graph(graph, full, index), full.parts[index], rank)
+    whole, stage = stage_graph(graph, full, index), full.parts[index]
+    runs = _Runs(whole, stage, leaving_values(graph, full, index) if len(full.parts) > 1 else ())
     part = stage_graph(divided_graph(graph, plan.microbatches), plan, index)
-    return moved + _inside(part, plan.parts[index], rank)
+    return _moved(whole, stage, runs, rank) + _inside(part, plan.parts[index], runs, rank)
 
 
 def _total(*parts: Counter[str]) -> dict[str, int]:
     return {kind: size for kind, size in sorted(sum(parts, Counter[str]()).items()) if size}
 
 
-def _moved(graph: Graph, plan: StagePlan, rank: int = 0) -> Counter[str]:
+class _Runs:
+    """How often a step runs what is done in each microbatch, and to tell all of them of the batch (`ops.ahead`)."""
+
+    def __init__(self, graph: Graph, stage: StagePlan, leaving: Sequence[Value]) -> None:
+        self._microbatches, self._left = stage.microbatches, set[str | Value]()
+        self._ahead = Counter[str | Value]()
+        ahead = ToldAhead(graph, stage, flatten(graph, stage, leaving)) if stage.microbatches > 1 else None
+        self._tells = ahead is not None and bool(ahead.told)
+        if ahead is not None and self._tells:
+            self._ahead.update(key_of(statement) for one in ahead.told for statement in one.makers or ())
+            self._left.update(map(key_of, (*ahead.left.constants, *ahead.left.statements)))
+
+    def ahead(self, key: str | Value) -> int:
+        """Before the first microbatch: of an operator, by its name, or a conversion."""
+        return self._microbatches * self._ahead[key]
+
+    def forward(self, key: str | Value) -> int:
+        """In all forward passes and before them."""
+        stays = not self._tells or key in self._left
+        return self._microbatches * stays + self.ahead(key)
+
+
+def _moved(graph: Graph, plan: StagePlan, runs: _Runs, rank: int = 0) -> Counter[str]:
     """What redistributions send, but for those in branches that other ranks run."""
     place = coordinates_of(plan, rank)
     left_out = {value for value, home in converted_inside(graph, plan).items() if is_idle(home, place)}
@@ -82,19 +107,16 @@ def _moved(graph: Graph, plan: StagePlan, rank: int = 0) -> Counter[str]:
     flat = cache(partial(flatten, graph, plan, graph.answered))
     recomputation = Recomputation(graph, plan, flat, reached)
     regathering = Regathering(graph, plan, flat, reached, recomputation)
-    counted = _counting_path(graph, plan)
     for redistribute in plan.redistributes:
         name = redistribute.tensor
         if (name, redistribute.target) in left_out or name in folded:
             continue
-        forward, backward = _step_counts(graph, plan, redistribute, regathering, recomputation, reached, once)
-        if (name, redistribute.target) in counted:
-            forward += plan.microbatches
+        forward, backward = _step_counts(graph, plan, redistribute, regathering, recomputation, reached, once, runs)
         _add(counts, graph, plan, name, placements[name], redistribute.steps, forward, backward, rank)
     return counts
 
 
-def _inside(graph: Graph, plan: StagePlan, rank: int = 0) -> Counter[str]:
+def _inside(graph: Graph, plan: StagePlan, runs: _Runs, rank: int = 0) -> Counter[str]:
     """What operators send inside."""
     counts: Counter[str] = Counter()
     known, place, folded = homes(plan), coordinates_of(plan, rank), folded_tensors(graph)
@@ -106,7 +128,10 @@ def _inside(graph: Graph, plan: StagePlan, rank: int = 0) -> Counter[str]:
         forward, backward = inner_collectives(graph, node, plan)
         trains = not reached.isdisjoint(node.results)
         again = recomputation.computes_again(node.name)
-        for inner in [*forward, *(forward if again else []), *(backward if trains else [])]:
+        times = runs.forward(node.name) + plan.microbatches * again
+        for inner in forward:
+            counts[inner.collective] += inner.num_bytes * times
+        for inner in backward if trains else ():
             counts[inner.collective] += inner.num_bytes * plan.microbatches
         if plan.microbatches > 1:  # once for all of them
             for inner in count_of_targets(call_of(graph, node), plan.nodes[node.name].operands):
@@ -133,17 +158,18 @@ def reached_tensors(graph: Graph) -> set[str]:
 
 def _step_counts(
     graph: Graph, plan: StagePlan, redistribute: Redistribute, regathering: Regathering, recomputation: Recomputation,
-    reached: set[str], once: set[str],
+    reached: set[str], once: set[str], runs: _Runs,
 ) -> tuple[int, int]:  # fmt: skip
     """How often a step a redistribution runs forward and backward."""
     name = redistribute.tensor
     trains = name in reached and _brings_gradient(graph, plan, redistribute, reached)
     stored = graph.stored_by_tensor.get(name)
     if name in once and not is_cut(plan, redistribute.target):
-        return 1, 0  # in the first step; the later ones keep the result
+        return 1 + runs.ahead((name, redistribute.target)), 0  # in the first step; the later ones keep the result
     if stored is None or stored.kind != "parameter":
         again = recomputation.converts_again((name, redistribute.target))
-        return plan.microbatches * (2 if again else 1), plan.microbatches if trains else 0
+        forward = runs.forward((name, redistribute.target)) + plan.microbatches * again
+        return forward, plan.microbatches if trains else 0
     storage = plan.storage[name]
     gathers = plan.microbatches * regathering.count(redistribute) if storage.regather else 1
     reductions = plan.microbatches if storage.regather or storage.reduce_each_microbatch else 1
@@ -176,21 +202,6 @@ def _add(
             if transfer.collective:
                 counts[transfer.collective] += size * times
         placement = apply(step, placement)
-
-
-def _counting_path(graph: Graph, plan: StagePlan) -> set[tuple[str, Placement]]:
-    """The redistributions that lead to the targets of a mean loss: several microbatches count these first."""
-    nodes = graph.nodes if plan.microbatches > 1 else ()
-    pending = [node for node in nodes if is_mean_over_samples(call_of(graph, node))]
-    found: set[tuple[str, Placement]] = set()
-    needed = {(node.operands[1], plan.nodes[node.name].operands[1]) for node in pending}
-    while needed:
-        tensor, placement = needed.pop()
-        found.add((tensor, placement))
-        producer = graph.producers.get(tensor)
-        if producer is not None:
-            needed |= set(zip(producer.operands, plan.nodes[producer.name].operands, strict=True)) - found
-    return found
 
 
 def inner_collectives(graph: Graph, node: Node, plan: StagePlan) -> Sent:

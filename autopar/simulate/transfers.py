@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopar.cost import Profile, Runtime, collective_time_ns
-from autopar.cost.collectives import ACROSS, INSIDE, sends_time_ns
+from autopar.cost.collectives import sends_time_ns
 from autopar.cost.crossing import Parcel, crossing_time_ns, sent_bytes, side
+from autopar.cost.profile import ACROSS, INSIDE
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Axis, R, Type, local_shape
 from autopar.ir.plan import Plan

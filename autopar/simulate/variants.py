@@ -400,7 +400,7 @@ class Variants:
         """Plays the begin of the step, from what other stages of the device have under way."""
         if not any(part.first_sent for part in parts):
             sizes = sum(part.first_bytes for part in parts)
-            engine = Engine(self.profile.facts.overlap_slowdown, carried)
+            engine = Engine(self.profile.slowdowns, carried)
             engine.allocate(LAST, sizes, "gathered", Moment.SEND)
             return FirstGathers({}, {}, finished(engine, {}, {}))
         key = carried, tuple([self._first_form(part) for part in parts])

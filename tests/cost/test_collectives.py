@@ -223,3 +223,38 @@ def test_no_waits_are_priced_where_none_were_measured() -> None:
     assert waits_along(Axis("tp", 2, 1), 2, load_profile("h100")) is None
     assert waits_along(Axis("tp", 1, 1), 2, with_waits(2)) is None
     assert waits_along(Axis("dp", 2, 2), 2, with_waits(2)) is None, "across nodes"
+
+
+def in_node(points: dict[int, tuple[tuple[int, int], ...]], kind: str = "all_gather") -> Profile:
+    """A profile with measured points of a collective inside a node, by ranks."""
+    measured = {
+        (kind, "intra_node", ranks): CollectivePoints(kind, "intra_node", ranks, own, SOURCE)
+        for ranks, own in points.items()
+    }
+    return replace(flat_profile(near_alpha=1000), collectives=measured)
+
+
+@pytest.mark.parametrize("ranks", [3, 5, 6, 7])
+def test_groups_between_measured_ones_are_where_a_ring_has_them(ranks: int) -> None:
+    """At 2 bytes a nanosecond whatever the formula of the link, which has half of that, says."""
+    size = 1 << 20
+    profile = in_node({n: ((1, 1), (size, (n - 1) * size // n // 2)) for n in (2, 4, 8)})
+    expected = (ranks - 1) * size / ranks / 2
+    assert collective_time_ns("all_gather", size, Axis("x", ranks, 1), ranks, profile) == pytest.approx(expected, 1e-3)
+
+
+def test_groups_beyond_the_largest_pay_their_further_messages() -> None:
+    size = 1 << 20
+    profile = in_node({8: ((1, 10_000), (size, 500_000))})
+    expected = 500_000 * (15 / 16) / (7 / 8) + 8 * 1000
+    assert collective_time_ns("all_gather", size, Axis("x", 16, 1), 16, profile) == pytest.approx(expected, 1e-3)
+    modelled = replace(profile, collectives={})
+    across = [collective_time_ns("all_gather", size, Axis("x", 16, 1), 8, item) for item in (profile, modelled)]
+    assert across[0] == across[1], "across nodes only the formula is known"
+
+
+@given(st.integers(1, 1 << 32), st.integers(1, 1 << 30), st.integers(2, 72), st.sampled_from(KINDS))
+def test_more_bytes_never_take_less_in_groups_that_were_not_measured(size: int, more: int, n: int, kind: str) -> None:
+    profile, axis = load_profile("h100"), Axis("x", n, 1)
+    less, greater = (collective_time_ns(kind, b, axis, n, profile) for b in (size, size + more))
+    assert 0 < less <= greater

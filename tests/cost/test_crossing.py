@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 
-from autopar.cost.collectives import ACROSS, INSIDE, sends_time_ns
+from autopar.cost.collectives import sends_time_ns
 from autopar.cost.crossing import End, Parcel, cheapest_handover, crossing_time_ns, sent_bytes, side, way
+from autopar.cost.profile import ACROSS, INSIDE
 from autopar.ir.mesh import Mesh, make_axes
 from autopar.ir.placement import I, P, Placement, R, S
 from autopar.profiler import load_profile

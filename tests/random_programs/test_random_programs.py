@@ -202,3 +202,31 @@ def test_bytes_of_a_tensor_that_is_gathered_whole_before_microbatches_cut_it() -
         nodes={"mul": "R, R -> R", "transpose": "S(1) -> S(0)", "mul_1": "R, R -> R", "sum_1": "R -> R"},
     )  # fmt: skip
     assert text == ""
+
+
+TWO_SUMS = """import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p0 = nn.Parameter(torch.empty((2,), dtype=torch.float64))
+
+    def forward(self, i0):
+        v1 = i0 * i0
+        v2 = v1 * v1
+        return v1.sum() + (v1 + v2).sum() + self.p0.sum() + (self.p0 * v2).sum(), v2.detach()
+"""
+
+
+def test_bytes_of_what_several_sums_over_all_microbatches_are_made_of() -> None:
+    """Each sum is made by itself of the inputs, and what follows from these beside them is made once more."""
+    leaf = Leaf(name="i0", kind="float", shape=(4, 2), high=0, frozen=False, ignored=False, tied="")
+    names = ("mul", "mul_1", "sum_1", "add", "sum_2", "add_1", "sum_3", "add_2", "mul_2", "sum_4", "add_3")
+    two = {"mul", "mul_1", "add", "add_1", "add_2", "mul_2", "add_3"}
+    nodes = {name: "R, R -> R" if name in two else "R -> R" for name in names}
+    text = replay(
+        TWO_SUMS, leaves=[leaf], sizes=(2,), inputs={"i0": "S(1)"}, storage={"p0": "I"}, nodes=nodes, microbatches=2
+    )
+    assert text == ""

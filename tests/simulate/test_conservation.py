@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.cost import Profile
+from autopar.cost.profile import Interference
 from autopar.ir.graph import Graph, Node
 from autopar.ir.plan import Plan
 from autopar.microbatch import divided_graph
@@ -69,13 +70,15 @@ def case_of(name: str) -> Case:
 
 @cache
 def device(bandwidth: float, inter: float, alpha: float, speed: float, slowdown: float) -> Profile:
-    """An A100 with other links (bandwidth and start-up cost, across nodes too), computing speed, and overlap."""
+    """An A100 with other links (bandwidth and start-up cost, across nodes too), computing speed, and overlap: across
+    nodes collectives are slowed, too."""
     profile = load_profile("a100")
     factors = {"intra_node": bandwidth, "inter_node": bandwidth * inter}
     links = {
         name: replace(link, bandwidth=link.bandwidth * factors[name], alpha_ns=round(link.alpha_ns * alpha))
         for name, link in profile.links.items()
     }
+    slowed = {"inter_node": Interference("inter_node", slowdown + 1, slowdown, profile.facts.provenance)}
     facts = replace(
         profile.facts,
         overlap_slowdown=slowdown,
@@ -83,7 +86,7 @@ def device(bandwidth: float, inter: float, alpha: float, speed: float, slowdown:
         peak_flops={dtype: rate * speed for dtype, rate in profile.facts.peak_flops.items()},
         launch_ns=tuple(round(ns / speed) for ns in profile.facts.launch_ns),
     )
-    return replace(profile, links=links, facts=facts, collectives={}, _shared={})
+    return replace(profile, links=links, facts=facts, interference=slowed, collectives={}, _shared={})
 
 
 SCALES = st.sampled_from([0.01, 0.1, 1.0, 10.0])

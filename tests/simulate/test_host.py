@@ -69,14 +69,14 @@ def test_a_launch_bound_step_takes_what_the_host_needs() -> None:
 
 
 def test_the_host_runs_ahead_of_a_device_that_is_slower() -> None:
-    engine = Engine(1.0, Carried())
+    engine = Engine({}, Carried())
     for _ in range(10):
         engine.compute("kernel", "forward", 100, issue_ns=40)
     assert engine.free_ns == 40 + 10 * 100, "only the first launch is waited for"
 
 
 def test_a_collective_is_launched_after_what_precedes_it() -> None:
-    engine = Engine(1.0, Carried())
+    engine = Engine({}, Carried())
     engine.compute("kernel", "forward", 10, issue_ns=100)
     engine.transmit("intra_node", "sum", "activation all_reduce", 50, issue_ns=30)
     assert engine.tasks[-1][2:4] == (130, 180)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autopar import Mesh
+from autopar.cost.profile import Interference
 from autopar.errors import PlanError
 from autopar.ir.placement import Type
 from autopar.ir.plan import Storage
@@ -97,7 +98,9 @@ def test_random_plans_of_random_programs_in_segments_of_two_operators(
     monkeypatch.setattr(segments, "ROOT_NODES", 2)
     profile = replace(load_profile("cpu"), _shared={})
     facts, waits = replace(profile.facts, overlap_slowdown=1.3), {("intra_node", 2): WAITS}
-    profile = replace(profile, facts=facts, waits=waits, _shared={})
+    source = profile.facts.provenance
+    slowed = {name: Interference(name, slow, 1.2, source) for name, slow in (("intra_node", 1.0), ("inter_node", 1.5))}
+    profile = replace(profile, facts=facts, waits=waits, interference=slowed, _shared={})
     for case in cases_of(seed, 5):
         part = divided(case.subject.graph, find_blocks(case.subject.graph), case.choices.microbatches)
         plan, incremental = draft_plan(part, case.choices, case.subject.mode), Incremental(part.graph, profile)

@@ -43,7 +43,7 @@ def planned(microbatches: int = 1, **ways: int) -> tuple[Graph, Plan]:
 
 
 def test_ranks_wait_for_what_they_have_computed_since_they_met() -> None:
-    engine = Engine(1.0, Carried(unmet_ns=7))
+    engine = Engine({}, Carried(unmet_ns=7))
     engine.compute("kernel", "forward", 100)
     first = engine.transmit("intra_node", "sum", "activation all_reduce", 50, [engine.last], waits=AS_LONG)
     assert engine.tasks[first][2:4] == (207, 257), "100 here and 7 in the pass before"
@@ -55,7 +55,7 @@ def test_ranks_wait_for_what_they_have_computed_since_they_met() -> None:
 
 
 def test_a_collective_beside_compute_stops_nobody() -> None:
-    engine = Engine(1.0, Carried(unmet_ns=7))
+    engine = Engine({}, Carried(unmet_ns=7))
     engine.compute("kernel", "forward", 100)
     engine.transmit("intra_node", "sum", "gradient all_reduce", 50, [engine.last])
     assert engine.tasks[-1][2:4] == (100, 150)

@@ -1,0 +1,1 @@
+"""Makes blocks of cost profiles out of folders of tables that others have measured and published."""

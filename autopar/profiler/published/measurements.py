@@ -1,0 +1,67 @@
+"""Tables of measured collectives: a row is one size of one collective among the ranks of one or several nodes.
+
+Columns: gpu, op, gpus, nodes, dtype, message_bytes, time_us, and if there are link and software; `message_bytes` is the
+larger one of a rank's input and output.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import gzip
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+COLUMNS = {"gpu", "op", "gpus", "nodes", "dtype", "message_bytes", "time_us"}
+
+
+class Measurement(NamedTuple):
+    """One row of a table."""
+
+    gpu: str
+    op: str
+    ranks: int
+    nodes: int
+    dtype: str
+    num_bytes: int
+    time_ns: float
+    software: str
+    link: str = ""
+
+
+def read_measurements(path: Path) -> list[Measurement]:
+    """The rows of a table that have a size and a time. Raises ValueError naming the columns that it lacks."""
+    packed = path.read_bytes()
+    text = (gzip.decompress(packed) if path.suffix == ".gz" else packed).decode("utf-8")
+    reader = csv.DictReader(io.StringIO(text))
+    missing = COLUMNS - set(reader.fieldnames or ())
+    if missing:
+        raise ValueError(f"{path}: expected the columns {sorted(missing)}, found {reader.fieldnames}")
+    return [_measurement(row) for row in reader if _is_whole(row)]
+
+
+def _is_whole(row: Mapping[str, str]) -> bool:
+    """Whether a row says a time of a message: some published figures are of bandwidth alone."""
+    return all((row[name] or "").strip() for name in ("gpus", "nodes", "message_bytes", "time_us")) and (
+        row["nodes"].isdigit() and float(row["message_bytes"]) > 0
+    )
+
+
+def _measurement(row: Mapping[str, str]) -> Measurement:
+    counts = int(row["gpus"]), int(row["nodes"])
+    size, time_ns = round(float(row["message_bytes"])), 1000 * float(row["time_us"])
+    return Measurement(
+        row["gpu"], row["op"], *counts, row["dtype"], size, time_ns, row.get("software") or "", row.get("link") or ""
+    )
+
+
+def named(rows: Sequence[Measurement]) -> str:
+    """The software that measured them."""
+    return ", ".join(sorted({f"{row.software} {row.dtype}".strip() for row in rows}))
+
+
+def today() -> str:
+    """As provenance has it."""
+    return datetime.date.today().isoformat()

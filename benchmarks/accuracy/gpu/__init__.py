@@ -1,0 +1,1 @@
+"""Predicted beside measured training iterations of GPUs: see `__main__`."""

@@ -1,0 +1,191 @@
+"""The model and the plan of a measured row, or why `template_plan` cannot express it.
+
+Tracing takes most of the time, so rows share it: a model is traced once, with a batch that all rows' batches divide,
+which is cut down to each row's, and with sequences of a length that divides no size of any model, so that each row's
+length can be put in its place.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch
+
+import autopar
+from autopar.cost import Profile
+from autopar.errors import AutoparError
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Plan
+from autopar.ir.recompute import operator_call
+from autopar.microbatch import divided_graph
+from autopar.pipeline import template_of_graph
+from autopar.profiler import load_profile
+from autopar.trace import trace
+from benchmarks.accuracy.gpu import decoder
+from benchmarks.accuracy.gpu.rows import NVLINK_DOMAIN, Row
+from benchmarks.accuracy.gpu.softwares import Software, by_threshold, software_of
+
+UNFUSED = r'"attention-backend":"unfused"|eager attention|flash attention False'
+TRACED_LENGTH = 65537  # a prime
+ANY_MEMORY = 1 << 50  # whether it fits is asked of the prediction, not of the plan
+PROFILES = {
+    "H100-SXM5-80GB": ("h100",), "H200-SXM5-141GB": ("h200",), "A100-SXM4-80GB": ("a100",),
+    "A100-SXM4-40GB": ("a100-40gb", "a100"), "B200-SXM6-180GB": ("b200",), "GB200": ("gb200", "b200"),
+    "L40S": ("l40s",), "L4": ("l4",), "V100-SXM2-32GB": ("v100",), "V100-SXM2-16GB": ("v100",), "V100": ("v100",),
+    "H100": ("h100",), "H200": ("h200",), "A100": ("a100",), "B200": ("b200",), "B200-SXM-180GB": ("b200",),
+    "H100-SXM": ("h100",), "A100-80GB": ("a100",), "A100-40GB": ("a100-40gb", "a100"),
+}  # fmt: skip
+"""By the rows' names of GPUs, the shipped profiles to take, the first that there is."""
+
+
+def profile_name(gpu: str) -> str:
+    """Raises ValueError where none is shipped for it."""
+    for name in PROFILES.get(gpu, ()):
+        try:
+            load_profile(name)
+        except AutoparError:
+            continue
+        return name
+    raise ValueError(f"no profile is shipped of {gpu}")
+
+
+def profiles_of(rows: Iterable[Row]) -> dict[str, Profile]:
+    """The shipped profiles of the rows' devices, by name."""
+    names = set()
+    for gpu in {row.gpu for row in rows}:
+        with suppress(ValueError):
+            names.add(profile_name(gpu))
+    return {name: load_profile(name) for name in sorted(names)}
+
+
+def reason_against(row: Row, softwares: tuple[Software, ...]) -> str:
+    """Why nothing is predicted of a row; empty where something is."""
+    if row.unknown:
+        return row.unknown
+    try:
+        profile_name(row.gpu)
+    except ValueError as error:
+        return str(error)
+    assert row.sizes is not None  # else it is unknown
+    if row.sizes.num_experts:
+        return "experts: routing and grouped products are not in the decoder of this benchmark"
+    if row.cp > 1:
+        return "cp: template_plan has no context parallelism"
+    if row.ep > 1:
+        return "ep: template_plan has no expert parallelism"
+    if "multi-latent" in row.other or "lora" in row.other.lower():
+        return "multi-latent attention or LoRA: not in the decoder of this benchmark"
+    return ""
+
+
+def config_of(row: Row, software: Software) -> decoder.Config:
+    """The model as its software computes it."""
+    sizes = row.sizes
+    assert sizes is not None
+    kind = {"is_gated": True, "norm": "rms", "positions": "rotary"} if sizes.is_gated else {"has_bias": True}
+    if row.model.startswith("mpt"):
+        kind = {"has_bias": False, "positions": "learned"}
+    if "squared relu" in sizes.notes.lower():
+        kind = {"activation": "squared_relu", "positions": "rotary"}
+    return decoder.Config(
+        seq_len=row.seq, num_layers=sizes.layers, hidden_size=sizes.hidden, num_heads=sizes.heads,
+        num_kv_heads=sizes.kv_heads, head_size=sizes.head_size, mlp_size=sizes.ffn, vocab_size=sizes.vocab,
+        is_tied=sizes.is_tied, is_causal=sizes.is_causal, fuses_attention=not re.search(UNFUSED, row.other),
+        **{**kind, **software.model},
+    )  # fmt: skip
+
+
+def graphs(rows: Sequence[Row], softwares: tuple[Software, ...]) -> Iterator[tuple[Graph, list[Row]]]:
+    """Traced models, each with the rows that are of it."""
+
+    def config(row: Row) -> decoder.Config:
+        return config_of(row, software_of(row.framework, softwares))
+
+    def traced_as(row: Row) -> decoder.Config:
+        """Masks of unfused attention are computed once, which they would be at any length."""
+        own = config(row)
+        return replace(own, seq_len=TRACED_LENGTH) if own.fuses_attention else own
+
+    def key(row: Row) -> tuple[str, str]:
+        return str(traced_as(row)), row.precision
+
+    for _, group in groupby(sorted(rows, key=key), key):
+        members = sorted(group, key=lambda row: (row.seq, row.global_batch))
+        batch = math.lcm(*(row.global_batch for row in members))
+        dtype = None if members[0].precision == "fp32" else torch.bfloat16
+        whole = trace(*decoder.build(traced_as(members[0]), batch), mode="train", compute_dtype=dtype)
+        for seq, same_length in groupby(members, lambda row: row.seq):
+            long = of_length(whole, seq)
+            for size, same in groupby(same_length, lambda row: row.global_batch):
+                yield divided_graph(long, batch // size), list(same)
+
+
+def of_length(graph: Graph, seq: int) -> Graph:
+    """A graph that was traced with sequences of `TRACED_LENGTH`, of sequences of another one: every size and every
+    argument that is a multiple of that length is one of sequences."""
+
+    def scaled(value: Any) -> Any:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value // TRACED_LENGTH * seq if value % TRACED_LENGTH == 0 else value
+        return type(value)(map(scaled, value)) if type(value) in (tuple, list) else value
+
+    tensors = {name: replace(tensor, shape=scaled(tensor.shape)) for name, tensor in graph.tensors.items()}
+    nodes = tuple(replace(node, args=scaled(node.args), kwargs=scaled(node.kwargs)) for node in graph.nodes)
+    return replace(graph, tensors=tensors, nodes=nodes)
+
+
+def stage_layers(row: Row, software: Software) -> tuple[int, ...] | None:
+    """Layers of each stage, where they are not as even as can be."""
+    if row.layers is not None or row.pp == 1 or row.vp > 1 or software.cut == "even":
+        return row.layers
+    sizes = row.sizes
+    assert sizes is not None
+    attention = 2 * (sizes.heads + sizes.kv_heads) * sizes.head_size * sizes.hidden
+    layer = attention + (3 if sizes.is_gated else 2) * sizes.ffn * sizes.hidden
+    if sizes.layers < row.pp - 1:
+        return None  # template_plan says what is wrong
+    stages = by_threshold([*[layer] * sizes.layers, sizes.vocab * sizes.hidden], row.pp)
+    counts = [stages[:-1].count(stage) for stage in range(row.pp)]
+    return tuple(_without_gaps(counts))
+
+
+def _without_gaps(counts: list[int]) -> list[int]:
+    """Stages in the middle without a layer, where the loss is by itself after the head: they take one of the busiest
+    stage before them."""
+    for stage in range(len(counts) - 2, 0, -1):
+        if not counts[stage]:
+            busiest = max(range(stage), key=lambda number: counts[number])
+            counts[busiest], counts[stage] = counts[busiest] - 1, 1
+    return counts
+
+
+def gathered_again(graph: Graph, norms: tuple[str, ...]) -> tuple[str, ...]:
+    """What is computed again so that what sequence parallelism gathers after these norms of each layer is not kept:
+    the norms, which are small beside the gathers."""
+    return tuple(operator_call(node) for node in graph.nodes if node.scope.module.endswith(norms) and "norm" in node.op)
+
+
+def plan_of(graph: Graph, row: Row, software: Software) -> tuple[Graph, Plan]:
+    """The graph of one microbatch, and the row's plan on it. Raises AutoparError where it cannot be expressed."""
+    per_node = NVLINK_DOMAIN if row.gpu.startswith("GB") else row.per_node
+    per_node = min(per_node, row.gpus)
+    mesh = autopar.Mesh(profile_name(row.gpu), row.gpus // per_node, per_node)
+    is_sharded = row.hsdp > 1 and row.hsdp < row.dp
+    plan = template_of_graph(
+        graph, mesh, dp=row.dp, tp=row.tp, pp=row.pp, microbatches=row.microbatches, layers=stage_layers(row, software),
+        schedule="interleaved" if row.vp > 1 else "1f1b", chunks=max(2, row.vp),
+        sequence_parallel=row.sequence_parallel and row.tp > 1, zero=row.zero if row.dp > 1 else 0,
+        hsdp=row.hsdp if is_sharded else 1, recompute=row.recompute, optimizer="adamw",
+        precision=None if row.precision == "fp32" else "bf16", memory_limit=ANY_MEMORY,
+        constraints=decoder.constraints(row.tp, row.sequence_parallel),
+    )  # fmt: skip
+    part = divided_graph(graph, row.microbatches)
+    if software.regathers and row.sequence_parallel and row.tp > 1 and row.recompute == "none":
+        plan = replace(plan, recompute=gathered_again(part, software.regathers))
+    return part, plan

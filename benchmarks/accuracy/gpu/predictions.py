@@ -1,0 +1,128 @@
+"""Predicted step times and memory of measured rows."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cost import Profile
+from autopar.errors import AutoparError
+from autopar.ir.graph import Graph
+from autopar.ir.placement import local_shape
+from autopar.ir.plan import Plan
+from autopar.simulate import Timeline, simulate
+from autopar.simulate.engine import Sent
+from benchmarks.accuracy.gpu.plans import graphs, plan_of, profile_name, reason_against
+from benchmarks.accuracy.gpu.rows import Row
+from benchmarks.accuracy.gpu.softwares import Software, software_of
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A row with its plan and the graph that it is on; or why it has none."""
+
+    row: Row
+    graph: Graph | None = None
+    plan: Plan | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What is predicted of a row; or why nothing is. reserved_bytes: what the device has given at the peak."""
+
+    row: Row
+    seconds: float = 0.0
+    reserved_bytes: float = 0.0
+    fits: bool = True
+    reason: str = ""
+
+
+def planned(rows: Sequence[Row], softwares: tuple[Software, ...]) -> Iterator[Planned]:
+    """Each row, in an order in which those of a model are together."""
+    reasons = [reason_against(row, softwares) for row in rows]
+    yield from (Planned(row, reason=reason) for row, reason in zip(rows, reasons, strict=True) if reason)
+    wanted, done = [row for row, reason in zip(rows, reasons, strict=True) if not reason], 0
+    for graph, members in graphs(wanted, softwares):
+        for row in members:
+            done += 1
+            progress(f"{done} of {len(wanted)} rows")
+            try:
+                part, plan = plan_of(graph, row, software_of(row.framework, softwares))
+                yield Planned(row, part, replace(plan, simulator=None))
+            except AutoparError as error:
+                yield Planned(row, reason=f"template_plan: {error}")
+
+
+def predict(item: Planned, softwares: tuple[Software, ...], profiles: Mapping[str, Profile]) -> Predicted:
+    """The simulator's word on a planned row. profiles: of the devices, by name."""
+    row = item.row
+    if item.graph is None or item.plan is None:
+        return Predicted(row, reason=item.reason)
+    software = software_of(row.framework, softwares)
+    profile = used_profile(profiles[profile_name(row.gpu)], software)
+    timeline = simulate(item.graph, item.plan, profile, sums_early=row.zero not in software.late_sums)
+    late = late_gathers_ns(timeline) if row.zero in software.late_gathers else 0
+    memory = allocated_bytes(item, software, timeline)
+    return Predicted(
+        row, (timeline.step_time_ns + late + software.step_ns) / 1e9, memory, memory <= profile.facts.capacity_bytes
+    )
+
+
+def late_gathers_ns(timeline: Timeline) -> int:
+    """What gathers of parameters take that the simulator has beside computation."""
+    along = max((lane.along for lane in timeline.lanes), key=_gathers_ns)
+    return max(0, _gathers_ns(along) - timeline.exposed.get("gather", 0))
+
+
+def _gathers_ns(along: Mapping[tuple[int, str], Sent]) -> int:
+    return sum(sent.duration_ns for (_, kind), sent in along.items() if kind == "gather")
+
+
+def allocated_bytes(item: Planned, software: Software, timeline: Timeline) -> int:
+    """The peak, of the submesh that has the most."""
+    assert item.graph is not None and item.plan is not None
+    if not software.keeps_sums:
+        return timeline.peak_bytes
+    sums = [sums_bytes(item.graph, item.plan, lane.ranks.start) for lane in timeline.lanes]
+    peaks = [lane.memory_at_peak for lane in timeline.lanes]
+    return max(
+        sum(size for kind, size in peak.items() if not kind.startswith("gradients")) + own
+        for peak, own in zip(peaks, sums, strict=True)
+    )
+
+
+def sums_bytes(graph: Graph, plan: Plan, rank: int) -> int:
+    """Of the float32 sums of all gradients of a rank, as its operators use the parameters."""
+    found = 0
+    for stage in (stage for stage in plan.stages if stage.first_rank == rank):
+        used = {
+            name: placement
+            for node in graph.nodes if node.name in stage.nodes
+            for name, placement in zip(node.operands, stage.nodes[node.name].operands, strict=True)
+            if name in stage.storage
+        }  # fmt: skip
+        found += sum(math.prod(local_shape(graph.tensors[name].shape, at, stage.axes)) for name, at in used.items())
+    return found * FLOAT32_BYTES
+
+
+_profiles: dict[tuple[int, int], tuple[Profile, Software, Profile]] = {}
+
+
+def used_profile(profile: Profile, software: Software) -> Profile:
+    """The same one for the same two, since costs are remembered by profile."""
+    known = _profiles.get((id(profile), id(software)))
+    if known is None:
+        known = _profiles[id(profile), id(software)] = profile, software, software.on(profile)
+    return known[2]
+
+
+def progress(text: str) -> None:
+    """On a terminal, in place."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[2K{text}")
+        sys.stderr.flush()

@@ -1,0 +1,135 @@
+"""How good predictions are: by source, and by cell of a grid of plans."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.accuracy.gpu.predictions import Predicted
+
+HALF = 0.5  # of a cell's best speed: slower runs are of no interest, and many of them are slow for reasons of software
+TOO_LITTLE = 0.97  # of the memory that a run took: a prediction below it is one that does not warn
+FEW = 10  # runs of a cell below which its rank correlation says little
+
+Figures = Mapping[str, float]
+
+
+def scored(items: Iterable[Predicted]) -> list[Predicted]:
+    """Those with a time on both sides."""
+    return [item for item in items if not item.reason and item.row.measured_s]
+
+
+def error(item: Predicted) -> float:
+    """Of the step time, relative."""
+    assert item.row.measured_s
+    return item.seconds / item.row.measured_s - 1
+
+
+def memory_error(item: Predicted) -> float:
+    """Of the memory, relative."""
+    assert item.row.memory_bytes
+    return item.reserved_bytes / item.row.memory_bytes - 1
+
+
+def summary(items: Sequence[Predicted]) -> Figures:
+    """Of one group of rows: median is of signed errors, the others are of their size."""
+    errors = np.array([error(item) for item in items])
+    times = [[item.seconds for item in items], [item.row.measured_s or 0.0 for item in items]]
+    memory = np.array([memory_error(item) for item in items if item.row.memory_bytes])
+    found = {
+        "rows": len(items), "mape": np.mean(np.abs(errors)), "median": np.median(errors),
+        "worst": np.max(np.abs(errors)), "spearman": spearman(*times),
+    }  # fmt: skip
+    if len(memory):
+        found |= {"memory rows": len(memory), "memory": np.mean(np.abs(memory)), "memory median": np.median(memory)}
+    return rounded(found)
+
+
+def rounded(figures: Mapping[str, Any]) -> Figures:
+    """For people, and for files that are compared."""
+    return {name: round(float(value), 4) for name, value in figures.items()}
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Correlation of the ranks; ties share their mean rank."""
+    if len(first) < 2 or len(set(first)) < 2 or len(set(second)) < 2:
+        return math.nan
+    values = [np.array(first), np.array(second)]
+    ranks = [np.array([np.mean(np.flatnonzero(np.sort(x) == v)) for v in x]) for x in values]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def by(items: Iterable[Predicted], key: Callable[[Predicted], str]) -> dict[str, list[Predicted]]:
+    """In groups, in the order of their names."""
+    found: dict[str, list[Predicted]] = defaultdict(list)
+    for item in items:
+        found[key(item)].append(item)
+    return dict(sorted(found.items()))
+
+
+def by_source(items: Sequence[Predicted]) -> dict[str, Figures]:
+    """Of each source and GPU, precisions apart; of a grid, the runs that reach half of their cell's best."""
+    chosen = [item for item in scored(items) if not item.row.cell] + fast_runs(items)
+    groups = by(chosen, lambda item: f"{item.row.source}, {item.row.gpu}, {item.row.precision}")
+    return {name: summary(group) for name, group in groups.items()}
+
+
+# A grid of plans ----------------------------------------
+
+
+def fast_runs(items: Iterable[Predicted]) -> list[Predicted]:
+    """Of each cell, those that reach half of its best speed."""
+    found = []
+    for group in by((item for item in scored(items) if item.row.cell), lambda item: item.row.cell).values():
+        best = min(item.row.measured_s or math.inf for item in group)
+        found += [item for item in group if (item.row.measured_s or math.inf) * HALF <= best]
+    return found
+
+
+def by_cell(items: Sequence[Predicted]) -> dict[str, Figures]:
+    """Of each cell: the fast runs' errors and rank correlation, and the regret of the plan predicted fastest."""
+    fast = by(fast_runs(items), lambda item: item.row.cell)
+    cells = by((item for item in items if item.row.cell and not item.reason), lambda item: item.row.cell)
+    found = {}
+    for name, group in cells.items():
+        if name in fast:
+            own = summary(fast[name])
+            kept = {key: own[key] for key in ("rows", "mape", "median", "worst", "spearman")}
+            found[name] = {**kept, **rounded({"regret": regret(group)})}
+    return found
+
+
+def regret(items: Sequence[Predicted]) -> float:
+    """How much slower the plan predicted fastest ran than the fastest, among finished ones with ZeRO-1 or dp=1.
+
+    Plans that are said not to fit are not taken while there are others.
+    """
+    done = [item for item in scored(items) if item.row.zero == 1 or item.row.dp == 1]
+    if not done:
+        return math.nan
+    taken = min([item for item in done if item.fits] or done, key=lambda item: item.seconds)
+    return (taken.row.measured_s or 0.0) / min(item.row.measured_s or math.inf for item in done) - 1
+
+
+def of_grid(items: Sequence[Predicted]) -> Figures:
+    """Of all cells together: regret, memory of finished runs, and what is said of those that did not finish."""
+    grid = [item for item in items if item.row.cell and not item.reason]
+    if not grid:
+        return {}
+    cells = by_cell(items)
+    regrets = [figures["regret"] for figures in cells.values() if not math.isnan(figures["regret"])]
+    large = [figures for figures in cells.values() if figures["rows"] >= FEW]
+    known = [item for item in grid if item.row.measured_s and item.row.memory_bytes]
+    memory = np.array([memory_error(item) for item in known])
+    failed = [item for item in grid if not item.row.measured_s]
+    return rounded({
+        "cells": len(cells), "cells of 10 runs or more": len(large), "worst mape": max(f["mape"] for f in large),
+        "least spearman": min(f["spearman"] for f in large), "median regret": np.median(regrets),
+        "worst regret": max(regrets), "memory rows": len(known), "memory": np.mean(np.abs(memory)),
+        "memory median": np.median(memory), "said to need < 97%": np.mean(memory < TOO_LITTLE - 1),
+        "runs that did not finish": len(failed), "said to fit of these": np.mean([item.fits for item in failed]),
+    })  # fmt: skip

@@ -1,0 +1,101 @@
+"""What belongs to the software that was measured, whatever the device: `softwares.json`, one entry each."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from autopar.cost.profile import Curve, Host, OperatorCurve, Profile, Provenance
+from benchmarks.accuracy.profile_text import profile_text
+
+TABLE = Path(__file__).with_name("softwares.json")
+
+
+@dataclass(frozen=True, eq=False)
+class Software:
+    """One entry.
+
+    matches: a regular expression on a row's framework; the first entry that matches counts, the last one matches all.
+    model: what its models are made of, beside sizes (fields of `decoder.Config`). late_sums, late_gathers: the kinds of
+    ZeRO with which gradients are summed after the backward pass, and parameters gathered while nothing is computed.
+    keeps_sums: float32 sums of the gradients are in memory all the time. regathers: the norms of a layer after which
+    sequence parallelism gathers, and gathers again in the backward pass. cut: how layers are given to stages, "even" or
+    "threshold" (`by_threshold`). slowdowns: by family of operators, how many times as long as the device's curve they
+    take: that is of one kernel a call, where a software may need several. step_ns: what it does once a step while the
+    device waits. host: what launching costs, as in `autopar.cost.profile.Host`.
+    """
+
+    name: str
+    matches: str
+    model: Mapping[str, Any]
+    late_sums: tuple[int, ...]
+    late_gathers: tuple[int, ...]
+    keeps_sums: bool
+    regathers: tuple[str, ...]
+    cut: str
+    slowdowns: Mapping[str, float]
+    step_ns: int
+    host: Host | None
+    provenance: Provenance
+
+    def on(self, profile: Profile) -> Profile:
+        """The device's profile as this software uses it."""
+        own = {family: profile.curve(family) for family in self.slowdowns}
+        slower = {family: _slower(curve, family, self.slowdowns[family]) for family, curve in own.items()}
+        return replace(profile, host=self.host, operators={**profile.operators, **slower}, _shared={})
+
+
+def _slower(curve: OperatorCurve, family: str, times: float) -> OperatorCurve:
+    sides = [
+        Curve(tuple((work, share / times) for work, share in side.knots)) for side in (curve.forward, curve.backward)
+    ]
+    return replace(curve, family=family, forward=sides[0], backward=sides[1])
+
+
+def by_threshold(costs: Sequence[float], stages: int) -> list[int]:
+    """The stage of each block: one is the last of its stage where it takes the sum of all costs so far beyond the
+    stage's share, as nanotron cuts models."""
+    total, found, stage = sum(costs), list[int](), 0
+    for sum_so_far in accumulate(costs):
+        found.append(stage)
+        stage += sum_so_far > total * (stage + 1) / stages
+    return found
+
+
+# The file ----------------------------------------
+
+_KINDS = ("late_sums", "late_gathers", "regathers")
+
+
+def read_softwares(path: Path = TABLE) -> tuple[Software, ...]:
+    """In the order in which they are asked."""
+    return tuple(_software(name, entry) for name, entry in json.loads(path.read_text(encoding="utf-8")).items())
+
+
+def _software(name: str, entry: Mapping[str, Any]) -> Software:
+    provenance = Provenance(**entry["provenance"])
+    host = Host(**entry["host"], provenance=provenance) if entry["host"] else None
+    kinds = {kind: tuple(entry[kind]) for kind in _KINDS}
+    return Software(name, **{**entry, **kinds, "host": host, "provenance": provenance})
+
+
+def write_softwares(softwares: Sequence[Software], path: Path = TABLE) -> None:
+    """The inverse of `read_softwares`."""
+    found = {}
+    for software in softwares:
+        entry = {key: value for key, value in asdict(software).items() if key != "name"}
+        entry |= {kind: list(entry[kind]) for kind in _KINDS}
+        if entry["host"]:
+            entry["host"] = {key: value for key, value in entry["host"].items() if key != "provenance"}
+        found[software.name] = entry
+    path.write_text(profile_text(found) + "\n", encoding="utf-8")
+
+
+def software_of(framework: str, softwares: Sequence[Software]) -> Software:
+    """The first whose expression is found in the framework's name."""
+    return next(item for item in softwares if re.search(item.matches, framework, re.IGNORECASE))

@@ -1,0 +1,183 @@
+"""Whole iterations of GPUs: rows become plans, reasons are told, figures are what they are said to be."""
+
+import csv
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from autopar.trace import trace
+from benchmarks.accuracy.gpu import decoder
+from benchmarks.accuracy.gpu.__main__ import main
+from benchmarks.accuracy.gpu.plans import TRACED_LENGTH, of_length, stage_layers
+from benchmarks.accuracy.gpu.predictions import Predicted
+from benchmarks.accuracy.gpu.rows import Row, Sizes, read_rows
+from benchmarks.accuracy.gpu.scores import fast_runs, regret, spearman, summary
+from benchmarks.accuracy.gpu.softwares import by_threshold, read_softwares, software_of, write_softwares
+
+PLAIN = {
+    "id": "a", "source": "tests", "framework": "Megatron-LM", "gpu": "H100-SXM5-80GB", "gpus": "2",
+    "gpus_per_node": "2", "model": "mcore-test L2 h256 heads4 kv4 ffndefault", "precision": "bf16", "seq": "128",
+    "micro_batch": "2.0", "global_batch": "8", "tp": "1", "pp": "1", "cp": "1", "ep": "1", "dp": "2", "vp": "1.0",
+    "sequence_parallel": "0.0", "dp_sharding": "zero1 (distributed optimizer)", "recompute": "none", "offload": "none",
+    "step_time_s": "0.01",
+}  # fmt: skip
+COLUMNS = [*PLAIN, "other_settings", "memory_GiB", "notes", "task"]
+
+
+def training_csv(path: Path, *changes: dict[str, str]) -> Path:
+    """Rows that differ from a plain one."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer.writeheader()
+        writer.writerows({**PLAIN, **change} for change in changes)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "value"),
+    [
+        ({"dp_sharding": "fsdp FULL_SHARD"}, "zero", 3),
+        ({"dp_sharding": "fsdp SHARD_GRAD_OP"}, "zero", 2),
+        ({"dp_sharding": "zero1 (distributed optimizer)"}, "zero", 1),
+        ({"dp_sharding": "none (ZeRO 0)"}, "zero", 0),
+        ({"dp_sharding": "fsdp over 8"}, "hsdp", 8),
+        ({"dp_sharding": "per stage (weights,grads,optimizer): [[0, 0, 1], [0, 0, 1]]"}, "zero", 1),
+        ({"recompute": "full/uniform/1"}, "recompute", "full"),
+        ({"recompute": "not stated"}, "recompute", "none"),
+        ({"precision": "amp_bf16"}, "precision", "bf16"),
+        ({"precision": "fp8 (per-tensor current scaling)"}, "precision", "fp8"),
+        ({"other_settings": "layers a stage [3, 5]", "pp": "2", "dp": "1"}, "layers", (3, 5)),
+    ],
+)
+def test_what_columns_say(tmp_path: Path, change: dict[str, str], field: str, value: object) -> None:
+    (row,) = read_rows(training_csv(tmp_path / "rows.csv", change))
+    assert getattr(row, field) == value
+    assert not row.unknown
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model": "something-7b"}, "no sizes known of the model 'something-7b'"),
+        ({"micro_batch": ""}, "micro_batch"),
+        ({"tp": "1/2"}, "tp: expected one number"),
+        ({"dp_sharding": "a new kind"}, "dp_sharding"),
+        ({"recompute": "full, 5 layers a stage"}, "recompute"),
+        ({"gpus": "4"}, "4 GPUs are not dp × tp × pp × cp"),
+        ({"global_batch": "7"}, "not of whole micro batches"),
+        ({"offload": "ratios 0.5"}, "offload"),
+    ],
+)
+def test_what_is_not_understood_is_told(tmp_path: Path, change: dict[str, str], told: str) -> None:
+    (row,) = read_rows(training_csv(tmp_path / "rows.csv", change))
+    assert told in row.unknown
+
+
+def test_rows_are_predicted_or_listed(tmp_path: Path) -> None:
+    rows = training_csv(
+        tmp_path / "rows.csv", {"id": "known"}, {"id": "framework", "framework": "a software of its own"},
+        {"id": "gpu", "gpu": "MI300X"}, {"id": "cp", "cp": "2", "dp": "1"},
+        {"id": "tp", "tp": "2", "dp": "1", "sequence_parallel": "1.0", "dp_sharding": "ddp"},
+    )  # fmt: skip
+    assert main([str(rows), "--output", str(tmp_path / "out.json")]) == 0
+    written = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    columns, *known = written["rows"]
+    assert {row[0] for row in known} == {"known", "framework", "tp"}
+    assert all(row[columns.index("predicted_s")] > 0 and row[columns.index("predicted_GB")] > 0 for row in known)
+    reasons = {name: reason for name, _, reason in written["not_predicted"]}
+    assert "no profile is shipped of MI300X" in reasons["gpu"]
+    assert "context parallelism" in reasons["cp"]
+
+
+# Softwares ----------------------------------------
+
+
+def test_layers_are_cut_where_the_cost_goes_beyond_a_share() -> None:
+    layers = [by_threshold([1.0] * 16 + [4.0], 4)[:-1].count(stage) for stage in range(4)]
+    assert layers == [6, 5, 5, 0]  # 20 in all: a stage ends with the block that goes beyond 5, 10 and 15
+    assert by_threshold([1.0, 1.0, 1.0, 1.0], 2) == [0, 0, 0, 1]
+
+
+def test_nanotrons_stages_follow_its_rule() -> None:
+    sizes = Sizes(16, 2048, 32, 32, 64, 8192, True, 131072, True)
+    row = Row("1", "s", "nanotron", "H100-SXM5-80GB", 8, 8, "1B", sizes, "bf16", 4096, 1, 256, 2, 1, 4)
+    nanotron = software_of("nanotron", read_softwares())
+    assert stage_layers(row, nanotron) == (6, 5, 5, 0)  # the head costs as much as four layers
+    assert stage_layers(row, software_of("Megatron-LM", read_softwares())) is None
+
+
+def test_every_framework_has_a_software_and_the_file_is_what_is_written(tmp_path: Path) -> None:
+    softwares = read_softwares()
+    assert software_of("nobody knows this one", softwares).matches == ""
+    write_softwares(softwares, tmp_path / "again.json")
+    assert read_softwares(tmp_path / "again.json")[0].slowdowns == softwares[0].slowdowns
+    assert [item.name for item in read_softwares(tmp_path / "again.json")] == [item.name for item in softwares]
+
+
+@pytest.mark.parametrize("is_llama", [False, True])
+def test_a_traced_graph_of_another_length_is_the_one_traced_with_it(is_llama: bool) -> None:
+    kinds = {"is_gated": True, "norm": "rms", "positions": "rotary"} if is_llama else {}
+    config = decoder.Config(48, 2, 64, 4, 2, 16, 128, 256, **kinds)  # type: ignore[arg-type]
+    traced, wanted = (
+        trace(*decoder.build(replace(config, seq_len=length), 4), mode="train") for length in (TRACED_LENGTH, 48)
+    )
+    assert of_length(traced, 48).fingerprint == wanted.fingerprint
+
+
+# Figures ----------------------------------------
+
+
+def predicted(seconds: float, measured: float | None, **fields: object) -> Predicted:
+    """Of one run of a cell; zero: of its plan, fits: what is said of it."""
+    row = Row(
+        "1", "grid", "nanotron", "H100-SXM5-80GB", 8, 8, "1B", None, "bf16", 4096, 1, 256, 8, 1, 1, measured_s=measured,
+        zero=fields.pop("zero", 1), memory_bytes=1e9, cell="1B, 1 nodes",  # type: ignore[arg-type]
+    )  # fmt: skip
+    return Predicted(row, seconds, **fields)  # type: ignore[arg-type]
+
+
+def test_figures_of_a_few_runs() -> None:
+    runs = [predicted(1.1, 1.0), predicted(1.8, 2.0), predicted(9.0, 2.5), predicted(0.1, None)]
+    assert len(fast_runs(runs)) == 2  # the third reaches less than half of the best, the last did not finish
+    figures = summary(fast_runs(runs))
+    assert figures["mape"] == pytest.approx(0.1)
+    assert figures["worst"] == pytest.approx(0.1)
+    assert figures["spearman"] == 1.0
+
+
+def test_regret_is_of_plans_that_are_said_to_fit() -> None:
+    runs = [predicted(1.0, 3.0), predicted(2.0, 2.0), predicted(0.5, 9.0, fits=False), predicted(0.1, 1.0, zero=0)]
+    assert regret(runs) == pytest.approx(0.5)  # the first is taken; of the last, ZeRO-0 is not asked
+
+
+def test_ties_share_their_rank() -> None:
+    assert spearman([1, 1, 2], [1, 2, 3]) == pytest.approx(math.sqrt(3) / 2)
+    assert math.isnan(spearman([1], [1]))
+
+
+# Kernels of the decoder ----------------------------------------
+
+
+def test_gated_is_swiglu_with_its_gradient() -> None:
+    torch.manual_seed(0)
+    made = torch.randn(2, 3, 4, 2, dtype=torch.float64, requires_grad=True)
+    plain = made.detach().clone().requires_grad_()
+    decoder.gated(made).square().sum().backward()
+    (F.silu(plain[..., 0]) * plain[..., 1]).square().sum().backward()
+    torch.testing.assert_close(made.grad, plain.grad)
+
+
+def test_rotation_turns_back() -> None:
+    torch.manual_seed(0)
+    x, angles = torch.randn(1, 2, 3, 8, dtype=torch.float64, requires_grad=True), torch.rand(3, 4, dtype=torch.float64)
+    turned = decoder.rotate(x, angles.cos(), angles.sin())
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+    turned.sum().backward()
+    torch.testing.assert_close(
+        decoder.rotate(x.grad, angles.cos(), angles.sin()), torch.ones_like(x)  # type: ignore[arg-type]
+    )  # fmt: skip
