@@ -35,6 +35,8 @@ from autopar.profiler import load_profile, measure_profile
 from autopar.profiler.linked import read_links, with_measured_links
 from autopar.profiler.measure_links import parse_mesh
 from autopar.profiler.measure_links import run as run_links
+from autopar.profiler.published.make import profile_from_folder
+from autopar.profiler.text import shipped_text
 from autopar.show.explain import check_matches
 from autopar.show.text import prediction_text, time_text
 from autopar.simulate import predict
@@ -108,6 +110,10 @@ def _measuring(commands: Any) -> None:
     profile.add_argument("--axes", type=parse_mesh, action="append", default=[], help="of --collectives, such as 2x4")
     profile.add_argument("--seconds", type=float, default=120.0, help="about how long --collectives may take")
     profile.add_argument("--links", type=Path, help="put the points of this file, from --collectives, into --into")
+    profile.add_argument(
+        "--from", dest="folder", type=Path, help="make the profile --into anew from tables of measurements in a folder"
+    )
+    profile.add_argument("--like", default="", metavar="GPU", help="the GPU of those tables that --into resembles")
     profile.add_argument("--into", metavar="PROFILE", help="the profile that collectives are put into, written to -o")
 
 
@@ -412,6 +418,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
+    if options.folder:
+        return _profile_from(options)
     if options.collectives or options.links:
         return _profile_links(options)
     profile, path = measure_profile(options.output, options.points, max(1, options.windows), options.pause)
@@ -423,6 +431,23 @@ def _profile(options: argparse.Namespace) -> int:
         print(f"  {link.level.ljust(11)} {link.bandwidth / 1e9:.3g} GB/s, {link.alpha_ns / 1e3:.3g} µs a message")
     name = path if options.output else "cpu"
     print(f"written to {path}; plan with it: --mesh {name}:4")
+    return 0
+
+
+def _profile_from(options: argparse.Namespace) -> int:
+    """Of published tables, for a profile that has the facts of its device."""
+    if options.output is None or not options.into:
+        raise PlanError(
+            "expected --into PROFILE, whose blocks are made anew, and -o FILE for it, found "
+            f"profile {options.into} and output {options.output}"
+        )
+    base = load_profile(options.into)
+    profile = profile_from_folder(options.folder, base, date.today().isoformat(), options.like)
+    options.output.write_text(shipped_text(profile))
+    for name, table in profile.tables.items():
+        told = ", ".join(f"{kind} {m:.1%} ({p:.1%})" for kind, (m, p) in table.residuals.items())
+        print(f"  {name.ljust(42)} {f'{table.times:g} × {table.like}' if table.like else told or 'from others'}")
+    print(f"written to {options.output}; of errors, the median and the 90th percentile at shapes that were left out")
     return 0
 
 

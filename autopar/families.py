@@ -17,6 +17,7 @@ from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 from autopar.clock import is_interrupted
+from autopar.collector import cached_method
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.interop import block_layers, fold
 from autopar.interop.submeshes import divisors
@@ -130,7 +131,6 @@ class Family:
         pinned = [rule.microbatches for rule in request.constraints if rule.microbatches is not None]
         self.pinned = pinned[:1]
         self.samples = min((graph.tensors[name].shape[0] for name in batch_inputs(graph)), default=_MANY)
-        self.parts, self.batch, self.place = cache(self._parts), cache(self._batch), cache(self._place)
         self.divides = cache(partial(divisible, self.folded.graph))
 
     def _counts_of(self, dp: int) -> list[int]:
@@ -306,18 +306,21 @@ class Family:
 
     # Places ----------------------------------------
 
-    def _parts(self, count: int) -> tuple[DividedGraph, DividedGraph, Incremental]:
+    @cached_method
+    def parts(self, count: int) -> tuple[DividedGraph, DividedGraph, Incremental]:
         """Of the whole graph, of the short one, and what plays plans of one microbatch."""
         whole = divided(self.graph, self.blocks, count)
         short = replace(divided(self.folded.graph, self.blocks, count), copies=self.folded.copies)
         return whole, short, Incremental(whole.graph, self.shared)
 
-    def _batch(self, count: int) -> dict[str, Type]:
+    @cached_method
+    def batch(self, count: int) -> dict[str, Type]:
         """How what is made of the batch is cut, in the first of equal blocks."""
         made = batch_types(self.parts(count)[1].graph)
         return {name: type_ for name, type_ in made.items() if self.blocks.representative_tensor(name) == name}
 
-    def _place(self, template: Template) -> ShortPlace:
+    @cached_method
+    def place(self, template: Template) -> ShortPlace:
         axes = template_axes(self.request.mesh, template.dp, template.tp, 1)
         whole, short, simulator = self.parts(template.microbatches)
         rules = template_constraints(

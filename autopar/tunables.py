@@ -68,9 +68,9 @@ that differ by less; half as many may share out a layer more to the stage that i
 HULL_HALVINGS = 3
 """Of the hull of time against memory, towards the fastest placements that fit. Halved, plans near the limit of memory
 are up to a quarter of the hull from the best there; doubled, twice as many ways are played."""
-BESIDE_KNOWN = 1.1
+BESIDE_KNOWN = 1.05
 """Stages that would take so many times a plan that is known, a template, are not looked at further, nor simulated. At
-1.03, what estimates cannot tell apart is left out; at 1.2, a third more is solved and simulated on many devices."""
+1.03, what estimates cannot tell apart is left out; at 1.1, a third more is solved and simulated on many devices."""
 HOPELESS = 1.03
 """A setting whose fastest placements would take so many times the best estimate is not looked at further. At 1, what
 estimates cannot tell apart is left out; at 1.06, more settings are traded against memory for nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autopar.cost.files import SCHEMA, profiles_folder
 from autopar.profiler.host import cpu_model
 
 _PLACES = ("--output", "--folder", "--result", "--profile", "--page")
@@ -31,6 +33,15 @@ def facts(module: str) -> dict[str, str]:
         f"torch {torch.__version__}, load {load:.1f}",
         "date": date.today().isoformat(),
     }
+
+
+def profile_told(name: str) -> str:
+    """The shipped file of a cost profile, by name or alias, and the begin of its hash: figures change with it."""
+    for file in profiles_folder().iterdir():
+        data = json.loads(file.read_text()) if file.name.endswith(".json") and file.name != SCHEMA else {}
+        if name in (data.get("name"), *data.get("aliases", ())):
+            return f"{file.name}, sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
+    raise KeyError(name)
 
 
 def write_record(place: Path, told: Mapping[str, Any], found: Mapping[str, Any], text: str = "") -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,27 @@ at its first use. [The fourth notebook](../notebooks/4_your_own_operator_and_clu
 SIMULATION = """
 The simulator plays the plan's forward and backward pass as events: a stream for computation and one for each level of
 links, on each group of equal ranks. Overlap, waiting and pipeline bubbles come out of that rather than being assumed.
-What slows computation while a collective is in flight is the profile's `overlap_slowdown`. Where a collective stops the
-ranks, as one inside a block does, it starts later by what they wait for each other after what they have computed since
-they met (`waits` of the profile); collectives beside computation stop nobody. Memory is followed through
-the same events: what autograd saves, gradients, buffers of collectives, optimizer state.
+While a collective is in flight, computation takes as many times longer as the profile's `interference` says of that
+level (`overlap_slowdown` of the device where that is more); a collective beside computation is priced as if its ranks
+computed all the while. What calling a collective takes the host (`call`) is in no figure of a collective, and hidden
+as long as the host runs ahead. Where a collective stops the ranks, as one inside a block does, it starts later by
+what they wait for each other after what they have computed since they met (`waits` of the profile); collectives
+beside computation stop nobody. Memory is followed through the same events: what autograd saves, gradients, buffers of
+collectives, optimizer state.
 
 Where more ranks than a host has cores share these, those that are busy have the cores of those that wait for another
 stage (`autopar/simulate/cores.py`): everything takes `max(cores, busy) / ranks` of its time with all of them busy.
 Busy is who computes, calls a pass, hands over a message or takes part in a collective; what the network's threads take
 for messages on their way counts, too.
+"""
+
+
+KERNELS = """
+What products and attention take on a GPU is a table of published measurements, made by
+`autopar profile --from FOLDER --into PROFILE -o FILE`; errors are those of a table made without a fifth of the shapes,
+median (90th percentile). All rows, by GPU, dtype and size: `python -m benchmarks.accuracy.gpu_operators` and
+[its results](../benchmarks/accuracy/gpu_operators.md). They are bursts of a device at its highest clock; a training
+step that lasts runs slower.
 """
 
 
@@ -83,6 +95,11 @@ def cost_model() -> str:
         "Best share of the peak that a family's curve reaches, forward: of FLOP/s where it is bound by compute, of\n"
         "memory bandwidth where it is bound by memory. In *italics*: assumed.",
         _families(profiles),
+        "### Kernels of GPUs, by shape",
+        KERNELS,
+        table(("profile", "table", "shapes of the grid", "errors at shapes left out", "where from"), _tables(profiles)),
+        "Measured by others, beside what is predicted without having seen them (microseconds):",
+        table(("GPU", "kernel", "shape", "measured", "predicted"), _beside()),
         "## How predictions were checked",
         "Each row is a committed measurement, made anew by its command; targets were set before measuring.\n"
         "[The third notebook](../notebooks/3_how_the_cost_model_was_checked.ipynb) draws them.",
@@ -142,9 +159,31 @@ def _reached(item: Any) -> str:
     return f"*{text}*" if item["provenance"]["kind"] == "assumed" else text
 
 
+def _tables(profiles: list[Any]) -> Iterator[tuple[str, ...]]:
+    """Those that measured something; layouts and directions that are told in terms of them follow in one cell."""
+    for profile in profiles:
+        of_others: dict[str, list[str]] = {}
+        for item in profile.get("tables", ()):
+            if "like" in item:
+                of_others.setdefault(item["like"], []).append(f"{item['name']} {item.get('times', 1)} ×")
+        for item in profile.get("tables", ()):
+            if "like" not in item:
+                shape = " × ".join(str(len(axis)) for axis in item["axes"])
+                errors = "; ".join(f"{name}: {m:.1%} ({p:.1%})" for name, (m, p) in item.get("residuals", {}).items())
+                others = "".join(f"; {told}" for told in of_others.get(item["name"], ()))
+                yield f"`{profile['name']}`", item["name"] + others, shape, errors, _source(item)
+
+
+def _beside() -> Iterator[tuple[str, ...]]:
+    """Single operators, sorted by GPU and size."""
+    for gpu, software, shape, measured, predicted in sorted(_read("gpu_operators")["shown"]):
+        kind = "batch, q, kv, heads, kv heads, width, causal" if len(shape) > 3 else "m, n, k"
+        yield gpu, software, f"{kind}: {', '.join(map(str, shape))}", f"{measured:,}", f"{predicted:,}"
+
+
 def _checks() -> Iterator[tuple[str, ...]]:
     cpu, memory_, stages = _read("cpu"), _read("memory"), _read("stage_memory")
-    published, reduces = _read("published"), _read("all_reduce")
+    published, collectives = _read("published"), _read("gpu_collectives")
     command = "`python -m benchmarks.accuracy.cpu`"
     for name, label in (("mape", "mean"), ("worst", "worst")):
         found, target = cpu["summary"][name], cpu["targets"][name]
@@ -178,12 +217,37 @@ def _checks() -> Iterator[tuple[str, ...]]:
             *verdict,
             "`python -m benchmarks.accuracy.published`",
         )
-    for device, cases in reduces["errors"].items():
-        rows = cases["sizes not shipped"]
-        for name in ("median", "worst"):
-            verdict = _verdict(rows[name], reduces["targets"][name])
-            what = f"{device.upper()} all-reduces of sizes that are not shipped, {name}"
-            yield what, f"{rows['rows']:.0f}", *verdict, "`python -m benchmarks.accuracy.all_reduce`"
+    for gpu in ("A100-SXM4-80GB", "H100-SXM5-80GB", "H200-SXM5-141GB", "B200-SXM6-180GB"):
+        yield from _operator_checks(gpu)
+    for what, label in (("shipped profiles", "with what is shipped"), ("sizes left out", "of sizes left out")):
+        yield from _collective_checks(collectives[what]["by gpu and collective"], collectives["targets"], label)
+
+
+def _collective_checks(
+    groups: Mapping[str, Mapping[str, float]], targets: Mapping[str, float], label: str
+) -> Iterator[tuple[str, ...]]:
+    """The worst of all GPUs and collectives, by each figure that has a target."""
+    for figure, target in targets.items():
+        name, found = max(groups.items(), key=lambda item: item[1][figure])
+        many = f"{sum(group['rows'] for group in groups.values()):.0f}"
+        what = f"GPU collectives inside a node {label}, {figure}, worst of {len(groups)} ({name})"
+        yield what, many, *_verdict(found[figure], target), "`python -m benchmarks.accuracy.gpu_collectives`"
+
+
+def _operator_checks(gpu: str) -> Iterator[tuple[str, ...]]:
+    """Of shapes that were left out, median and 90th percentile."""
+    by = "`python -m benchmarks.accuracy.gpu_operators FOLDER --cross-validate`"
+    for family, size, targets in (
+        ("products", "m, n, k of 256 or more", (0.04, 0.12)),
+        ("products", "all", (0.08, 0.25)),
+        ("attention, causal", "all", (0.06, 0.20)),
+    ):
+        for row in _read("gpu_operators")["rows"]:
+            wanted = gpu, "bfloat16", family, size, ""
+            if tuple(row[name] for name in ("gpu", "dtype", "family", "size", "software")) == wanted:
+                for name, target in zip(("median", "p90"), targets, strict=True):
+                    what = f"{gpu}, {family}, bfloat16, {size}: {name}"
+                    yield what, f"{row['rows']:,}", *_verdict(row[name], target), by
 
 
 def _read(name: str) -> Any:

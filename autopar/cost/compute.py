@@ -8,10 +8,10 @@ time = call_ns · gradients + max(Σ FLOPs · rate(shape), bytes / bandwidth) + 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from autopar.cost.kernels import Kernels, backward_kernels, forward_kernels
+from autopar.cost.kernels import Found, Kernels, backward_kernels, forward_kernels, found_in
 from autopar.cost.profile import OperatorCurve, Profile
 from autopar.ir.graph import DTYPE_BYTES, Node, Tensor
 from autopar.ir.placement import Shape
@@ -181,10 +181,11 @@ def _work_ns(call: WorkKey, work: Work, family: str, direction: int, profile: Pr
     if work.kernels == 0:
         return profile.facts.view_ns[direction]
     curve = profile.curve(family)
-    found = (backward_kernels(call) if direction else forward_kernels(call)) if profile.tables else None
-    if found is not None and all(kernel.table in profile.tables for kernel in found.kernels):
+    kernels = (backward_kernels(call) if direction else forward_kernels(call)) if profile.tables else None
+    found = found_in(kernels, profile.alike(call.dtype), profile.tables) if kernels else None
+    if kernels and found is not None:
         caller = profile.curve("einsum") if operator(call.op).work is EINSUM else curve
-        return _kernels_ns(found, work, curve, caller, direction, call.dtype, profile)
+        return _kernels_ns(kernels, found, work, curve, caller, direction, call.dtype, profile)
     moving = family if curve.bound == "memory" else "pointwise"
     duration = _memory_ns(work.num_bytes, moving, direction, profile)
     if curve.bound == "memory" and call.dtype in curve.dtype_ratios:  # of float32's time, not of its time a byte
@@ -206,7 +207,8 @@ def _call_ns(curve: OperatorCurve, direction: int, profile: Profile) -> int:
 
 
 def _kernels_ns(
-    found: Kernels,
+    kernels: Kernels,
+    found: Sequence[Found],
     work: Work,
     curve: OperatorCurve,
     caller: OperatorCurve,
@@ -214,23 +216,25 @@ def _kernels_ns(
     dtype: str,
     profile: Profile,
 ) -> int:
-    """Tables are of float32; another dtype takes as much longer as the family's points in both say.
+    """Tables without a dtype are of float32; another takes as much longer as the family's points in both say.
 
     `caller`: the operator whose calls start the kernels, which are of the family of `curve`. Each gradient of a product
     is a call; those of attention and of a convolution come from one. Beside a grid, as where a product has one row, the
-    rate on its border would have operands come faster than memory gives them.
+    rate on its border would have operands come faster than memory gives them; inside one of the call's dtype they were
+    measured to come from a cache.
     """
-    calls = len(found.kernels) if curve.family == "matmul" else min(1, len(found.kernels))
-    rates = [profile.tables[kernel.table].ns_per_flop(kernel.coordinates) for kernel in found.kernels]
-    computed = sum(kernel.flops * rate for kernel, rate in zip(found.kernels, rates, strict=True))
-    computed *= curve.dtype_ratios[dtype][direction] if dtype in curve.dtype_ratios else 1.0
+    calls = len(found) if curve.family == "matmul" else min(1, len(found))
+    computed = sum(kernel.duration_ns for kernel in found)
+    if dtype in curve.dtype_ratios and not all(kernel.is_typed for kernel in found):
+        computed *= curve.dtype_ratios[dtype][direction]
     summed = sum(
         _memory_ns(size, "column_sum", 0, profile) + _call_ns(profile.curve("column_sum"), 0, profile)
-        for size in found.summed_bytes
+        for size in kernels.summed_bytes
     )
-    copied = copy_time_ns(found.copied_bytes // 2, profile)
-    least = work.num_bytes * 1e9 / profile.facts.memory_bandwidth
-    return calls * _call_ns(caller, direction, profile) + round(max(computed, least)) + summed + copied
+    copied = copy_time_ns(kernels.copied_bytes // 2, profile)
+    if not all(kernel.is_inside for kernel in found):
+        computed = max(computed, work.num_bytes * 1e9 / profile.facts.memory_bandwidth)
+    return calls * _call_ns(caller, direction, profile) + round(computed) + summed + copied
 
 
 def _memory_ns(num_bytes: int, family: str, direction: int, profile: Profile) -> int:

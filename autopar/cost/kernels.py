@@ -13,6 +13,10 @@ bytes: operands that must be copied first, biases whose gradient is a sum of col
 | strided convolution | by (channels, filters, size) | by the same |
 | grouped convolution | by (channels of a group, size, batch) | by the same |
 
+A table may know a dtype alone (`NT bfloat16`; `known_kernels`): of attention, such a table is by (sequences, length,
+width, query heads that share a key and a value), its sequences those of all heads together (`flash causal forward
+bfloat16`). Batches of products that it does not know are like one product of as many rows.
+
 The size of an image is the side of the square that has as many pixels. A transposed convolution is the gradient of the
 one that it transposes.
 """
@@ -20,18 +24,38 @@ one that it transposes.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from autopar.cost.tables import Table
 from autopar.ops.table import operator
 from autopar.ops.work import TRANSPOSED_CONVOLUTION, Product, WorkKey
 
 
 class Kernel(NamedTuple):
-    """One kernel: the table that knows it, its coordinates there, its floating-point operations."""
+    """One kernel: the table that knows it, its coordinates there, its floating-point operations.
+
+    typed: where it stands in tables that know one dtype, (name without the dtype, coordinates), best first.
+    """
 
     table: str
     coordinates: tuple[float, ...]
     flops: float
+    typed: tuple[tuple[str, tuple[float, ...]], ...] = ()
+
+
+class Found(NamedTuple):
+    """A kernel in its table. is_typed: that table knows the call's dtype; is_inside: it was measured about there."""
+
+    table: Table
+    coordinates: tuple[float, ...]
+    flops: float
+    is_typed: bool
+    is_inside: bool
+
+    @property
+    def duration_ns(self) -> float:
+        return self.table.kernel_ns(self.coordinates, self.flops)
 
 
 class Kernels(NamedTuple):
@@ -68,6 +92,22 @@ def backward_kernels(call: WorkKey) -> Kernels | None:
     return None if product is None else _product_gradients(call, product)
 
 
+def found_in(kernels: Kernels, dtypes: Sequence[str], tables: Mapping[str, Table]) -> list[Found] | None:
+    """The kernels in a profile's tables of the first dtype that has one; None where a kernel has no table."""
+    found = [_found(kernel, dtypes, tables) for kernel in kernels.kernels]
+    return [item for item in found if item] if all(found) else None
+
+
+def _found(kernel: Kernel, dtypes: Sequence[str], tables: Mapping[str, Table]) -> Found | None:
+    for known in dtypes:
+        for number, (name, coordinates) in enumerate(kernel.typed):
+            table = tables.get(f"{name} {known}")
+            if table is not None:
+                return Found(table, coordinates, kernel.flops, True, number == 0 and table.holds(coordinates))
+    plain = tables.get(kernel.table)
+    return Found(plain, kernel.coordinates, kernel.flops, False, False) if plain else None
+
+
 def _product_gradients(call: WorkKey, product: Product) -> Kernels:
     batch, m, n, k, is_transposed, copied, first = product
     kernels, moved = [], 0
@@ -88,14 +128,19 @@ def _biases(call: WorkKey, position: int) -> tuple[int, ...]:
 
 
 def _product(batch: int, layout: str, m: int, n: int, k: int) -> Kernel:
-    return Kernel("batched" if batch > 1 else layout, (m, n, k), 2.0 * batch * m * n * k)
+    alone = (layout, (batch * m, n, k))
+    typed = (alone,) if batch == 1 else (("batched", (m, n, k)), alone)
+    return Kernel("batched" if batch > 1 else layout, (m, n, k), 2.0 * batch * m * n * k, typed)
 
 
 def _attention(call: WorkKey, direction: str, flops: int) -> Kernel:
     """Its table counts the forward's operations in both directions."""
     query, key = call.operand_shapes[:2]
-    kind = call.detail or "full"
-    return Kernel(f"attention {kind} {direction}", (key[-2], query[-1]), flops)
+    kind, length, width = f"{call.detail or 'full'} {direction}", key[-2], query[-1]
+    sequences = math.prod(query[:-1]) / length  # as many tiles of queries as that many of the keys' length have
+    sharing = math.prod(query[:-2]) / math.prod(key[:-2])
+    typed = ((f"flash {kind}", (sequences, length, width, sharing)),)
+    return Kernel(f"attention {kind}", (length, width), flops, typed)
 
 
 def _convolution(call: WorkKey, side: str) -> Kernel:

@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost.files import SCHEMA, profiles_folder
+from autopar.cost.provenance import Provenance as Provenance
+from autopar.cost.tables import Table as Table
+from autopar.cost.tables import read_tables, write_table
 from autopar.errors import ProfileError
 from autopar.ir import reading
 
@@ -32,18 +35,6 @@ LIKE = {
     "max_pool": "reduction", "avg_pool": "reduction", "column_sum": "reduction", "straight_copy": "copy",
     "einsum": "matmul",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """Where a block's numbers come from: `kind` is measured, datasheet, published, fitted or assumed."""
-
-    kind: str
-    source: str
-    date: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.source} ({self.date})"
 
 
 @dataclass(frozen=True)
@@ -154,42 +145,6 @@ class OperatorCurve:
             dtype: (math.exp(sum(a for a, _ in logs) / len(logs)), math.exp(sum(b for _, b in logs) / len(logs)))
             for dtype, logs in found.items()
         }
-
-
-@dataclass(frozen=True)
-class Table:
-    """Nanoseconds a FLOP of a kernel by its shape, at the vertices of a grid; between them linear in logarithms.
-
-    `axes` are the grid's coordinates in increasing order, `rates` the values in row-major order. Outside the grid the
-    nearest value on its border holds.
-    """
-
-    name: str
-    axes: tuple[tuple[float, ...], ...]
-    rates: tuple[float, ...]
-    provenance: Provenance
-
-    @cached_property
-    def _logs(self) -> tuple[list[list[float]], list[float]]:
-        return [list(map(math.log, axis)) for axis in self.axes], list(map(math.log, self.rates))
-
-    def ns_per_flop(self, coordinates: Sequence[float]) -> float:
-        """The rate of a kernel of that shape."""
-        axes, rates = self._logs
-        corners = [(0, 1.0)]
-        for axis, coordinate in zip(axes, coordinates, strict=True):
-            near = _neighbours(axis, math.log(max(coordinate, 1e-9)))
-            corners = [(base * len(axis) + n, weight * w) for base, weight in corners for n, w in near]
-        return math.exp(sum(rates[corner] * weight for corner, weight in corners))
-
-
-def _neighbours(axis: Sequence[float], x: float) -> list[tuple[int, float]]:
-    """The positions on both sides of x and their weights."""
-    right = bisect_right(axis, x)
-    if right == 0 or right == len(axis):
-        return [(min(right, len(axis) - 1), 1.0)]
-    share = (x - axis[right - 1]) / (axis[right] - axis[right - 1])
-    return [(right - 1, 1 - share), (right, share)]
 
 
 @dataclass(frozen=True)
@@ -388,6 +343,12 @@ class Profile:
         rates = self.facts.peak_flops
         return rates.get(dtype) or min(rates.values())
 
+    def alike(self, dtype: str) -> tuple[str, ...]:
+        """Itself, and the other dtype of two bytes where the device multiplies both as fast."""
+        other = {"float16": "bfloat16", "bfloat16": "float16"}.get(dtype, "")
+        rates = self.facts.peak_flops
+        return (dtype, other) if other in rates and rates[other] == rates.get(dtype) else (dtype,)
+
     def shared_by(self, devices_per_node: int) -> Profile:
         """The profile as seen by one of `devices_per_node` ranks on one host.
 
@@ -405,10 +366,7 @@ class Profile:
                     name: replace(curve, call_ns=curve.call_ns and _slowed_pair(curve.call_ns, slowdown))
                     for name, curve in self.operators.items()
                 },
-                tables={
-                    name: replace(table, rates=tuple(rate * slowdown for rate in table.rates))
-                    for name, table in self.tables.items()
-                },
+                tables={name: table.slowed(slowdown) for name, table in self.tables.items()},
                 runtime=self.runtime and _slowed_runtime(self.runtime, slowdown),
                 ranks_sharing=devices_per_node,
                 _shared={},
@@ -433,6 +391,8 @@ class Profile:
     def sources(self, families: Collection[str], levels: Collection[str]) -> dict[str, str]:
         """The source of each block that serves operators of these families and links of these levels."""
         wanted = {"facts", "host", *(f"operators/{self.curve(family).family}" for family in sorted(families))}
+        known = [table for table in self.tables.values() if table.family in families]
+        wanted |= {f"tables/{table.name}" for table in known if self.tables.get(table.like or "") not in known}
         wanted |= {f"links/{self.link(level).level}" for level in levels}
         wanted |= {f"interference/{level}" for level in levels}
         found = {name: source for name, source in self.provenance.items() if name in wanted}
@@ -510,7 +470,7 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         collectives={(item.collective, item.level, item.ranks): item for item in collectives},
         aliases=tuple(data.get("aliases", ())),
         host=Host(**_fields(data["host"])) if data.get("host") else None,
-        tables={item["name"]: Table(**_fields(item)) for item in data.get("tables", ())},
+        tables=read_tables(data.get("tables", ()), origin),
         runtime=Runtime(**_fields(data["runtime"])) if data.get("runtime") else None,
         waits={(item["level"], item["ranks"]): Waits(**_fields(item)) for item in data.get("waits", ())},
         interference={item["level"]: Interference(**_fields(item)) for item in data.get("interference", ())},
@@ -535,6 +495,7 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "call": profile.call and asdict(profile.call),
         **{name: [asdict(item) for item in getattr(profile, name).values()] for name in _KEYS if name not in _OWN},
         "links": [asdict(link) for link in (*profile.links.values(), *profile.other_links)],
+        "tables": [write_table(item) for item in profile.tables.values()],
     }
 
 
@@ -548,7 +509,7 @@ _KEYS = {
     "operators": ("family",), "links": ("level", "network"), "collectives": ("collective", "level", "ranks"),
     "tables": ("name",), "waits": ("level", "ranks"), "interference": ("level",),
 }  # fmt: skip
-_OWN = ("operators", "links")  # are written in their own way
+_OWN = ("operators", "links", "tables")  # are written in their own way
 
 
 def _check_keys(items: Iterable[Mapping[str, Any]], name: str, key: tuple[str, ...]) -> None:
@@ -587,8 +548,6 @@ def _write_operator(item: OperatorCurve) -> dict[str, Any]:
     return {**asdict(item), "forward": item.forward.knots, "backward": item.backward.knots}
 
 
-#: dims of the grid of each kind of table that is known, by the first word of its name
-_TABLE_AXES = {"NT": 3, "NN": 3, "TN": 3, "batched": 3, "attention": 2, "plain": 4, "strided": 3, "grouped": 3}
 _FASTEST = 10**5  # bytes a nanosecond: no link of today has a hundredth
 
 
@@ -606,8 +565,6 @@ def _check(profile: Profile, origin: str) -> None:
         for curve in (operator.forward, operator.backward):
             times = [(work, work / efficiency) for work, efficiency in curve.knots]
             _check_increasing(times, f"{origin}: {operator.family}")
-    for table in profile.tables.values():
-        _check_table(table, origin)
     for measured in profile.collectives.values():
         where = f"{origin}: {measured.collective} of {measured.ranks}"
         _check_increasing(measured.points, where)
@@ -620,15 +577,6 @@ def _check(profile: Profile, origin: str) -> None:
         sizes = [size for size, _ in getattr(profile.runtime, name)]
         if any(right <= left for left, right in pairwise(sizes)):
             raise ProfileError(f"{origin}: at /runtime/{name}: expected sizes that increase, found {sizes}")
-
-
-def _check_table(table: Table, origin: str) -> None:
-    if len(table.rates) != math.prod(map(len, table.axes)):
-        raise ProfileError(f"{origin}: {table.name}: expected a rate for each vertex, found {len(table.rates)}")
-    if len(table.axes) != _TABLE_AXES.get(table.name.partition(" ")[0], len(table.axes)):
-        raise ProfileError(f"{origin}: {table.name}: expected a grid of other dims, found {len(table.axes)}")
-    if any(right <= left for axis in table.axes for left, right in pairwise(axis)):
-        raise ProfileError(f"{origin}: {table.name}: expected coordinates that increase, found {list(table.axes)}")
 
 
 def _check_increasing(points: Sequence[tuple[float, float]], where: str) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -71,6 +71,11 @@ class StageKind:
     second_bytes: Int64Array
     split_ns: Int64Array
     memory_limit: int
+
+    @classmethod
+    def columns(cls) -> list[str]:
+        """Names of what each layer costs."""
+        return [field.name for field in fields(cls) if field.name.endswith(("_ns", "_bytes"))]
 
     @property
     def num_layers(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -352,8 +353,9 @@ class Plan:
 
     @cached_property
     def parts(self) -> tuple[StagePlan, ...]:
-        """Each stage, with what the plan says of the step."""
-        return tuple(StagePlan(**vars(stage), plan=self) for stage in self.stages)
+        """Each stage, with what the plan says of the step: a copy of it, as a cycle would outlive the search."""
+        own = copy(self)
+        return tuple(StagePlan(**vars(stage), plan=own) for stage in self.stages)
 
     def scope(self, node: str) -> tuple[str, str, str]:
         """A node's module path, operator and source line; empty where the plan does not say."""

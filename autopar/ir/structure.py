@@ -139,9 +139,14 @@ def block_paths(graph: Graph, recompute: Iterable[str] = ()) -> set[str]:
     Each is emitted as a class of its own. A block's parameters are gathered and freed together. Other modules are
     written out where they are called.
     """
+    return {*_running_paths(graph), *recompute}
+
+
+@found_once
+def _running_paths(graph: Graph) -> frozenset[str]:
     constant = constant_tensors(graph)
     running = (node for node in graph.nodes if node.op != IDENTITY and not constant.issuperset(node.results))
-    return {path for node in running for path, _ in node.scope.path[:-1] if path} | set(recompute)
+    return frozenset(path for node in running for path, _ in node.scope.path[:-1] if path)
 
 
 @found_once

@@ -201,7 +201,9 @@ class Worlds:
             told = replace(plan, choices=explained(self.place(outline), plan, moves))
             return world.score.part.with_traffic(replace(told, predicted=predict(world.score.timeline(plan))))
         assert isinstance(world.score, Incremental)
-        short = self.layered.short_place(outline.axes, outline.microbatches, None)  # as for a plan that was not refined
+        short = self.layered.short_place(
+            outline.axes, outline.microbatches, None, False
+        )  # as for a plan that was not refined
         told = replace(plan, choices=explained(short, plan, moves), predicted=predict(world.score.timeline(plan)))
         return self.place(outline).part.with_traffic(told)
 

@@ -151,14 +151,17 @@ class PartPlayer(Player):
     """One part's state while it is played, with its shares of the buckets that gradients go home in."""
 
     def __init__(
-        self, part: Part, profile: Profile, is_alone: bool, sums_early: bool, shares: tuple[Share, ...],
-        following: Ahead | None = None, preceding: Ahead | None = None, root: Root | None = None,
-        is_first: bool = False, begins_back: bool = False, lent: frozenset[int] = frozenset(),
+        self, part: Part, forward: Forward, profile: Profile, is_alone: bool, sums_early: bool,
+        shares: tuple[Share, ...], following: Ahead | None = None, preceding: Ahead | None = None,
+        root: Root | None = None, is_first: bool = False, begins_back: bool = False,
+        lent: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        """is_alone: it is all that is played; sums_early: buckets go home as soon as they are complete, not after the
-        pass; following, preceding: what is asked for ahead, forward and backward; lent: slots of other parts' units."""
+        """forward: what is known with the same around it; is_alone: it is all that is played; sums_early: buckets go
+        home as soon as they are complete, not after the pass; following, preceding: what is asked for ahead, forward
+        and backward; lent: slots of other parts' units."""
         self.lent, self.begins_back = lent, begins_back
-        self.part, self.sums_early, self.is_first, self.shares = part, sums_early, is_first, shares
+        self.part, self.forward, self.sums_early = part, forward, sums_early
+        self.is_first, self.shares = is_first, shares
         self.program = copy.copy(part.program)
         self.orders, self.lifetimes, self.directions = part.orders, part.lifetimes, part.directions
         self.foreign: dict[int, tuple[int, int]] = {}  # values of other parts' slots -> whose, and their numbers there
@@ -177,9 +180,6 @@ class PartPlayer(Player):
             raise Unsupported  # the parameter is read first where no gradient flows, and its bucket is there
         self._complete_at = self._completing()
         self.known: dict[Any, Exit] = {}
-        self.forward: Forward = part.forward.setdefault(
-            (following, preceding, root, is_first, begins_back, lent), Forward()
-        )
         self.waits = tuple(
             (index, share.way) for index, share in enumerate(shares) if share.completed_at >= 0 and share.comes
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 
 from autopar.clock import worked
 from autopar.cost import Profile
@@ -42,6 +41,7 @@ from autopar.simulate.player import (
     whole_pass,
 )
 from autopar.simulate.program import OtherLane, devices_per_node
+from autopar.simulate.renaming import Renames
 from autopar.simulate.segments import Key
 from autopar.simulate.variants import SentValues, Variants
 from autopar.tunables import JOIN_PART_S, TAKE_PART_S
@@ -81,7 +81,10 @@ class PartedStage:
         self.optimizer_ns, self.workspace = variants.optimizer(plan) if variants.trains else (0, 0)
         is_alone = len(joined.players) == 1
         self.may_be_calm = not (variants.profile.host or joined.root or any(joined.lent) or is_alone)
-        self.renames: list[Rename] = [partial(variants.renamed, joined, n) for n in range(len(joined.players))]
+        self._renames = Renames(
+            variants.segments, joined.players, joined.following, joined.preceding, joined.root_parts, variants.named
+        )
+        self.renames: list[Rename] = [self._renames.of(n) for n in range(len(joined.players))]
         self._meets = any(player.meets for player in joined.players)
         names = (FORWARD, *joined.parts[0].directions)
         self._work_ns = {name: sum([part.work_ns[name] for part in joined.parts]) for name in names}
@@ -160,7 +163,7 @@ class PartedStage:
             ((n, unit), *one) for n, found in gathered.arriving.items() for unit, ends in found.items() for one in ends
         ]  # fmt: skip
         standing = Standing(ready=tuple(ready), arriving=tuple(arriving))
-        return whole_pass(PassKind("begin"), gathered.done, standing, partial(self.variants.renamed, self.joined, -1))
+        return whole_pass(PassKind("begin"), gathered.done, standing, self._renames.of(-1))
 
     def _optimize(self, carried: Carried, standing: Standing) -> Pass:
         return optimizer_pass(self.variants.profile.slowdowns, carried, standing, self.optimizer_ns, self.workspace)

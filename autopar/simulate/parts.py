@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from autopar.clock import worked
 from autopar.cost import Profile
@@ -131,7 +131,6 @@ class Lowered:
     origin: Segment  # that it was made of
     is_all: bool  # there is no other segment
     is_marked: bool = False
-    marked: dict[tuple[int, bool], tuple[Marked, int]] = field(default_factory=dict)  # by what is wanted, and `splits`
 
     @property
     def num_entering(self) -> int:
@@ -153,7 +152,6 @@ class Marked:
     kept: frozenset[int]
     read: tuple[int, ...]  # entering values that the backward pass reads
     after: dict[int, int] = field(default_factory=dict)  # what is kept, by number
-    finished: dict[tuple[int, int], tuple[Part, int]] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
@@ -172,8 +170,6 @@ class Part:
     received_bytes: Mapping[str, int]
     before: Gradients
     ways: tuple[OnWay, ...] | None = None
-    players: dict[Any, Any] = field(default_factory=dict)  # and what they know of its forward pass, by what is around
-    forward: dict[Any, Any] = field(default_factory=dict)
     first_form: int = -1  # see `variants`
     work_ns: dict[str, int] = field(init=False)
     regathers: bool = field(init=False)

@@ -555,7 +555,7 @@ class Player:
         after = [*after, *(task for slot in slots for task in self._gradients.pop(slot.value, ()))]
         last = max(after)
         if share.transmissions:
-            name = f"{BEGUN}:{share.way}" if share.comes else slots[0].tensor  # `Variants.renamed` knows who began it
+            name = f"{BEGUN}:{share.way}" if share.comes else slots[0].tensor  # `Renames` knows who began it
             _, last = self._transmit(f"gradient of {name}", "gradient", share.transmissions, after)
             self._home.append(last)
         if slots[0].shrinks:

@@ -18,9 +18,9 @@ from autopar.simulate.engine import LAST, Carried, Engine, Moment
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.orders import Orders, Unsupported
 from autopar.simulate.part_player import (
-    FOLLOWING,
     PRECEDING,
     Ahead,
+    Forward,
     PartPlayer,
     Root,
     RootBucket,
@@ -38,7 +38,7 @@ from autopar.simulate.parts import (
     kept_after,
     ways_of,
 )
-from autopar.simulate.player import BEGUN, Meet, Pass, Played, Player, finished, first_read
+from autopar.simulate.player import Meet, Pass, Played, Player, finished, first_read
 from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, OtherLane, PriceTable, StoredPrice, Transmission
 from autopar.simulate.segments import Differences, Key, Numbers, Segment, known_segments
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways
@@ -82,13 +82,19 @@ class Joined(NamedTuple):
 class KnownParts:
     """What is known of parts of a model's stages that are alike but for their placements, whichever stage has them.
 
-    lowered: by kind of segment, what the plan says of it, and what comes in. prices: of whatever runs on equal axes.
+    lowered: by kind of segment, what the plan says of it, and what comes in; marked, finished, players: what is made of
+    each of these, by its id. They know those, which know nothing of them: so nothing is left for the collector.
+    forward: what players of a part know of its forward pass. prices: of whatever runs on equal axes.
     """
 
     def __init__(self, prices: PriceTable | None = None) -> None:
         self.prices = PriceTable() if prices is None else prices
         self.numbers, self.ways = Numbers(), Ways()
         self.lowered: dict[tuple[int, int, int], tuple[Lowered, int]] = {}
+        self.marked: dict[tuple[int, int, bool], tuple[Marked, int]] = {}
+        self.finished: dict[tuple[int, int, int], tuple[Part, int]] = {}
+        self.players: dict[tuple[int, Any, Any], PartPlayer] = {}
+        self.forward: dict[tuple[int, Any], Forward] = {}
 
     @property
     def is_full(self) -> bool:
@@ -130,7 +136,7 @@ class Variants:
         self._gathered: dict[Hashable, FirstGathers] = {}
         self._stored_prices: list[StoredPrice] = [StoredPrice(0, 0, 0, (0, 0))] * len(graph.stored)
         self._updated = 0, 0
-        self._named: dict[tuple[Segment, int], dict[str, str]] = {}
+        self.named: dict[tuple[Segment, int], dict[str, str]] = {}  # see `Renames`
 
     @property
     def is_full(self) -> bool:
@@ -155,10 +161,10 @@ class Variants:
         wanted = self._numbers.of(Gradients((-1,) * len(lowered[-1].leaving), ()))
         parts: list[Part] = []
         for one, kept in zip(reversed(marked), reversed(keeping), strict=True):
-            known = one.finished.get((kept, wanted))
+            known = self.known.finished.get((id(one), kept, wanted))
             if known is None:
                 part = self.lowering.finish(one, self._numbers.content(kept), self._numbers.content(wanted))
-                known = one.finished[kept, wanted] = part, self._numbers.of(part.before)
+                known = self.known.finished[id(one), kept, wanted] = part, self._numbers.of(part.before)
             parts.append(known[0])
             wanted = known[1]
         return parts[::-1]
@@ -198,10 +204,10 @@ class Variants:
         )  # fmt: skip
         found = []
         for part in reversed(lowered):
-            known = part.marked.get((wanted, self.splits))
+            known = self.known.marked.get((id(part), wanted, self.splits))
             if known is None:
                 marked = self.lowering.mark(part, self._numbers.content(wanted), self.splits)
-                known = part.marked[wanted, self.splits] = marked, self._numbers.of(marked.before)
+                known = self.known.marked[id(part), wanted, self.splits] = marked, self._numbers.of(marked.before)
             found.append(known[0])
             wanted = known[1]
         return found[::-1]
@@ -239,12 +245,13 @@ class Variants:
                     raise Unsupported("a shared parameter is regathered to several placements")
 
     def _player(self, part: Part, own: tuple[Share, ...], around: tuple[Any, ...]) -> PartPlayer:
-        known = part.players.get((own, around))
+        known = self.known.players.get((id(part), own, around))
         if known is None:
             if any(one.lacks and part.program.slots[one.slots[0]].shrinks for one in own):
                 raise Unsupported("shards of a tensor without gradient travel with others'")
-            known = part.players[own, around] = PartPlayer(
-                part, self.profile, len(self.segments) == 1, self._sums_early, own, *around
+            forward = self.known.forward.setdefault((id(part), around), Forward())
+            known = self.known.players[id(part), own, around] = PartPlayer(
+                part, forward, self.profile, len(self.segments) == 1, self._sums_early, own, *around
             )  # fmt: skip
         return known
 
@@ -308,41 +315,6 @@ class Variants:
         """By segment, the stored tensors, with their places, that may have memory for their gradients when it begins:
         after the first microbatch all of them."""
         return self._all if microbatches > 1 else self._shared
-
-    # Names ----------------------------------------
-
-    def renamed(self, joined: Joined, number: int, name: str) -> str:
-        """The name of a part's task, which was played for an equal part of the model, word by word; of the step's begin
-        for -1. A word like "2:3" means a slot of another part (`Slot.at`), or the bucket of a way that others began."""
-        words = []
-        for word in name.split(" "):
-            whose, mark, which = word.rpartition(":")
-            at, tensor = number, word
-            if mark:
-                at, n = self._slot_meant(joined, number, whose, int(which))
-                tensor = joined.parts[at].program.slots[n].tensor
-            words.append(tensor if at < 0 else self._names(joined.parts[at].lowered.origin, at).get(tensor, tensor))
-        return " ".join(words)
-
-    def _slot_meant(self, joined: Joined, number: int, whose: str, which: int) -> tuple[int, int]:
-        """The part, and the slot's number there."""
-        if whose == BEGUN:
-            return _begun(joined, number, which)
-        if number < 0:
-            return int(whose), which
-        if int(whose) in (FOLLOWING, PRECEDING):
-            return (joined.following if int(whose) == FOLLOWING else joined.preceding)[number][0], which
-        return joined.root_parts[int(whose)], which
-
-    def _names(self, origin: Segment, number: int) -> Mapping[str, str]:
-        """What is called so in a segment, of this stage or another, as it is called in an equal one."""
-        if origin is self.segments[number]:
-            return {}
-        known = self._named.get((origin, number))
-        if known is None:
-            pairs = zip(_names_in(origin), _names_in(self.segments[number]), strict=True)
-            known = self._named[origin, number] = dict(pairs)
-        return known
 
     # What is regathered ----------------------------------------
 
@@ -497,20 +469,6 @@ class Variants:
             constants.update((names[storage], size) for storage, size in lowered.constants.items())
             entering = [names[storage] for storage in lowered.storages]
         lowering.constants = dict(enumerate(constants.values()))
-
-
-def _begun(joined: Joined, number: int, way: int) -> tuple[int, int]:
-    """The first slot of a bucket of this way that a part goes on with: the part that began it, and the number there."""
-    for at in range(number + 1, len(joined.players)):
-        for share in joined.players[at].shares:
-            if share.way == way and share.goes and not share.comes:
-                return at, share.slots[0]
-    raise AssertionError(f"expected a part after {number} that begins a bucket of way {way}")
-
-
-def _names_in(segment: Segment) -> list[str]:
-    """Of its operators and tensors, in an order that equal segments have them in, too."""
-    return [*(node.name for node in segment.nodes), *segment.enters, *segment.made, *segment.stored, *segment.keeps]
 
 
 def _neighbours(parts: Sequence[Part]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 from autopar.clock import Clock
+from autopar.collector import cached_method
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Choice, Plan, SearchReport
 from autopar.ir.schedule import SCHEDULES
@@ -34,9 +35,9 @@ class Finalists:
         near = (candidate for candidate in found if candidate.step_ns <= BESIDE_KNOWN * search.known_ns)
         self.found = sorted(near, key=lambda candidate: candidate.step_ns)
         self._note = note
-        self._simulator = cache(self._new_simulator)
 
-    def _new_simulator(self, microbatches: int) -> Incremental:
+    @cached_method
+    def _simulator(self, microbatches: int) -> Incremental:
         """Of plans in which equal layers, of whichever stage, are lowered and played once."""
         return Incremental(self.layered.part(microbatches).graph, self.layered.shared)
 
@@ -188,7 +189,7 @@ class Finalists:
         if setting.zero is None:
             return own.explained(way.choice.choice)
         chosen = own.chosen(way.choice.choice)
-        free = self.layered.short_place(setting.axes, setting.microbatches, None)
+        free = self.layered.short_place(setting.axes, setting.microbatches, None, False)
         every = free.placements_with({name: option for (kind, name), option in chosen.items() if kind == "stored"})
         return every.explained(every.choosing(chosen))
 

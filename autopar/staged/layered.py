@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 
 from autopar.clock import worked
+from autopar.collector import cached_method
 from autopar.cost import Profile
 from autopar.cost.compute import node_time_ns
 from autopar.interop import Folded, Layers, StageKind, balanced_layers, block_layers, fold
@@ -56,31 +57,34 @@ class Layered:
             self.folded = Folded(graph, self.layers, tuple(range(self.layers.count)))
         self.limit = request.memory_limit or self.shared.usable_bytes
         self.admitted = int(self.limit * PEAK_SLACK)
-        self.short_part, self.part = cache(self._short_part), cache(self._part)
-        self.short_place, self.kind = cache(self._short_place), cache(self._kind)
-        self._layer_simulator = cache(self._new_layer_simulator)
 
-    @cached_property
-    def least_ns(self) -> float:
-        """What a step computes at least, shared out evenly over all devices. Nothing where ranks leave each other
-        cores, or only go forward."""
-        if self.shares_cores or self.request.mode != "train":
-            return 0.0
-        copies, times = self.folded.copies, node_times_ns(self.folded.graph, self.shared)
-        return sum(time * copies.get(name, 1) for name, time in times.items()) / self.request.mesh.num_devices
+    @cached_method
+    def computed(self, num_devices: int, microbatches: int) -> StageKind:
+        """What each layer costs at least on so many devices: what it computes, shared out evenly, and no memory."""
+        graph = self.short_part(microbatches).graph
+        times, found = node_times_ns(graph, self.shared), np.zeros(max(1, self.folded.layers.count), np.int64)
+        for name, time_ns in times.items():
+            found[self._short_members[name][0]] += time_ns // num_devices
+        times_ns = found[np.array(self.folded.layer_of or (0,))]
+        nothing = dict.fromkeys(StageKind.columns(), np.zeros_like(times_ns))
+        return StageKind("computed", num_devices, memory_limit=self.admitted, **nothing | {"time_ns": times_ns})
 
-    def _short_part(self, microbatches: int) -> DividedGraph:
+    @cached_method
+    def short_part(self, microbatches: int) -> DividedGraph:
         return replace(divided(self.folded.graph, self.blocks, microbatches), copies=self.folded.copies)
 
-    def _part(self, microbatches: int) -> DividedGraph:
+    @cached_method
+    def part(self, microbatches: int) -> DividedGraph:
         return divided(self.graph, self.blocks, microbatches)
 
-    def _new_layer_simulator(self, microbatches: int) -> Incremental:
+    @cached_method
+    def _layer_simulator(self, microbatches: int) -> Incremental:
         """Of the short graph's layers, each in one part, as they are run in one way and another."""
         return Incremental(self.short_part(microbatches).graph, self.shared, in_parts=False, may_split=True)
 
-    def _short_place(
-        self, axes: LogicalMesh, microbatches: int, zero: int | None, splits_sequence: bool = False
+    @cached_method
+    def short_place(
+        self, axes: LogicalMesh, microbatches: int, zero: int | None, splits_sequence: bool
     ) -> Place:  # fmt: skip
         part, request = self.short_part(microbatches), self.request
         if zero is not None:
@@ -217,7 +221,8 @@ class Layered:
             if f"{module}.".startswith(f"{path}.")
         )
 
-    def _kind(self, way: StageStrategy) -> StageKind:
+    @cached_method
+    def kind(self, way: StageStrategy) -> StageKind:
         """What each layer of the whole model costs when it is run so."""
         worked(KIND_S)
         short, setting, place = self.folded, way.setting, self.place_of(way.setting)

@@ -77,6 +77,7 @@ class Looks:
         self.floors: list[tuple[int, Setting]] = []  # of what was passed over, by time
         self.refusal = InfeasibleError("expected a strategy for every operator, found none")
         self.solver = SOLVE_SHARE * self.request.budget.seconds, self.request.budget.seed
+        self._computed: dict[Setting, int] = {}
         self._hidden = 1.0  # the least share of all costs in a row that an estimate was
 
     @property
@@ -88,6 +89,11 @@ class Looks:
     def fitting(self) -> list[EstimatedStages]:
         """Those that fit by estimate, the fastest first."""
         return sorted((c for c in self.candidates if c.peak_bytes <= self.admitted), key=lambda c: c.step_ns)
+
+    @property
+    def bound_ns(self) -> int:
+        """What is estimated to take longer is not looked at further."""
+        return int(min(NEVER, BESIDE_KNOWN * self.known_ns, HOPELESS * self.best_ns))
 
     def look(self, setting: Setting, is_near: bool = False) -> Look:
         """A first look at a setting; where it was passed over and is near the best now, once more."""
@@ -126,15 +132,15 @@ class Looks:
         are looked at no further, unless the setting is next to the best.
         """
         stages, count = setting.num_stages, setting.microbatches
-        computed = int(self.layered.least_ns * self._fewest_passes(stages, count) / count)
-        if computed >= min(self.known_ns, self.best_ns):
+        computed = self._computed_ns(setting)
+        if computed >= self.bound_ns:
             return Look(computed)
         try:
             curve = self.layered.place_of(setting).placements.trade_offs(min(stages, count), *self.solver)
             fastest = curve.fastest()
             part = self.layered.part_of_step(PLAIN, stages, count, (1,) * stages)
             in_a_row = int(part * fastest.cost_ns / stages * self._fewest_passes(stages, count) / count)
-            if setting.zero is None and not is_near and in_a_row * self._hidden > HOPELESS * self.best_ns:
+            if setting.zero is None and not is_near and in_a_row * self._hidden > self.bound_ns:
                 self.floors.append((int(in_a_row * self._hidden), setting))
                 return Look(in_a_row)
             found = self.staged(setting, fastest, self._least_again)
@@ -153,9 +159,9 @@ class Looks:
     def _traded(self, setting: Setting, look: Look) -> Look:
         """What a setting has with less memory."""
         found = [*look.found]
-        if look.curve is not None and look.floor_ns < HOPELESS * self.best_ns:
+        if look.curve is not None and look.floor_ns < self.bound_ns:
             with suppress(InfeasibleError):
-                found += self._variants(setting, *look.curve, found)
+                found += self._variants(setting, *look.curve)
         least = self.least(found)
         return Look(look.floor_ns, least, least, tuple(found), look.stride)
 
@@ -167,6 +173,27 @@ class Looks:
         ways += self.chunks.possible(stages, count, may_wait)
         return float(count + min(SCHEDULES[schedule].bubble(stages, count, chunks) for schedule, chunks in ways))
 
+    def may_lead(self, look: Look, setting: Setting, other: Setting) -> bool:
+        """Whether another number of microbatches may be the best where this is what one has.
+
+        What placements add to all that is computed and waited for is about as much in both.
+        """
+        own, least = self._computed_ns(setting), self._computed_ns(other)
+        return look.floor_ns >= NEVER or least * look.floor_ns <= own * HOPELESS * self.best_ns
+
+    def _computed_ns(self, setting: Setting) -> int:
+        """What a step takes by estimate if nothing is sent, and all fits: at least, where ranks leave each other no
+        cores."""
+        if self.layered.shares_cores or self.request.mode != "train":
+            return 0
+        own = replace(setting, axes=(), zero=None, splits_sequence=False)
+        if own not in self._computed:
+            way = StageStrategy(own, TradeOff((), 0, 0, 0), self._least_again)
+            kind = self.layered.computed(own.num_devices, own.microbatches)
+            every = [*self._of_schedules(way, kind), *self.chunks.of(way, kind)]
+            self._computed[own] = min(candidate.step_ns for candidate in every)
+        return self._computed[own]
+
     @property
     def _least_again(self) -> str:
         """The recomputation that computes least again."""
@@ -176,26 +203,27 @@ class Looks:
         """Whether memory keeps what fits, if anything does, from being about as fast as what was found."""
         return self.least(found) > MEMORY_BOUND * min(candidate.step_ns for candidate in found)
 
-    def _variants(
-        self, setting: Setting, curve: TradeOffs, fastest: TradeOff, found: Sequence[EstimatedStages]
-    ) -> list[EstimatedStages]:
-        """For each recomputation the fastest placements that fit, nothing where others are faster anyway.
+    def _variants(self, setting: Setting, curve: TradeOffs, fastest: TradeOff) -> list[EstimatedStages]:
+        """For each recomputation the fastest placements that fit, where memory binds those that compute least again.
 
-        What is computed again makes nothing faster: it is looked at where without it too little fits. found: with the
-        fastest placements, of which other borders may fit that make stages wait.
+        What is computed again makes nothing faster: more of it is looked at where with less too little fits, as long as
+        the fastest placements are not slower than the best. Of these the most first: where none fit with that, none do
+        with less.
         """
+        found, likely = list[EstimatedStages](), [self._least_again]
+        for recompute in [*self.layered.recomputations][1:]:
+            found += (here := self.staged(setting, fastest, recompute))
+            is_slow = min(c.step_ns for c in here) >= HOPELESS * self.bound_ns
+            if is_slow or not self._is_bound(here):
+                break
+            likely.append(recompute)
         smallest = curve.smallest(fastest)
-        more = self.staged(setting, smallest, [*self.layered.recomputations][-1])
-        if self.least([*found, *more]) == NEVER:
-            return more
-        for recompute in self.layered.recomputations:
+        for recompute in reversed(likely):
             limits = replace(curve, in_flight=0) if recompute in ("extensive", "full") else curve
-            best_ns = min(self.least([*found, *more]), round(HOPELESS * self.best_ns))
-            fast = found if recompute == self._least_again else self.staged(setting, fastest, recompute)
-            more += fast if fast is not found else []
-            if self._is_bound(fast) and min(candidate.step_ns for candidate in fast) < best_ns:
-                more += self._fitted(setting, limits, (fastest, smallest), recompute)
-        return more
+            found += (here := self._fitted(setting, limits, (fastest, smallest), recompute))
+            if self.least(here) == NEVER:
+                break
+        return found
 
     def _fitted(
         self, setting: Setting, curve: TradeOffs, ends: tuple[TradeOff, TradeOff], recompute: str
@@ -216,7 +244,8 @@ class Looks:
     def staged(self, setting: Setting, choice: TradeOff, recompute: str) -> list[EstimatedStages]:
         """The best stages of one way under each schedule. Raises InfeasibleError where constraints allow none."""
         way = StageStrategy(setting, choice, recompute)
-        every = [*self._of_schedules(way), *self.chunks.of(way)]
+        kind = self.layered.kind(way)
+        every = [*self._of_schedules(way, kind), *self.chunks.of(way, kind)]
         allowed = [self.layered.in_time(candidate) for candidate in every if self.layered.allows(candidate)]
         if not allowed:
             self.refusal = InfeasibleError(
@@ -227,12 +256,13 @@ class Looks:
             raise self.refusal
         return allowed
 
-    def _of_schedules(self, way: StageStrategy) -> Iterator[EstimatedStages]:
-        """Of stages that are submeshes; where none fit, those of the smallest limit that would do.
+    def _of_schedules(self, way: StageStrategy, kind: StageKind) -> Iterator[EstimatedStages]:
+        """Of stages that are submeshes, whose layers cost what the kind says; where none fit, those of the smallest
+        limit that would do.
 
         With borders that are estimated to be little worse: messages that wait are estimated to hide nothing.
         """
-        kind, setting = self.layered.kind(way), way.setting
+        setting = way.setting
         stages, count = setting.num_stages, setting.microbatches
         again = (way.recompute,) * kind.num_layers
         for schedule in _WHOLE if stages > 1 else (PLAIN,):

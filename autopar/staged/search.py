@@ -22,10 +22,12 @@ from autopar.staged.layered import Layered
 from autopar.staged.looks import NEVER, Look, Looks
 from autopar.staged.ways import EstimatedStages, Setting
 from autopar.tunables import (
+    BESIDE_KNOWN,
     BETWEEN,
     FEW_DEVICES,
     FIRST_LOOK_SHARE,
     FULL_MICROBATCHES,
+    HOPELESS,
     LIKELY_STAGES,
     NEAR_TEMPLATE,
     STAGE_SHARE,
@@ -91,18 +93,18 @@ class StagedSearch:
 
     def _by_first_look(self, clock: Clock) -> Iterator[tuple[int, LogicalMesh]]:
         """The first shape, by which others are judged; of these, those that are likely to be the best first; then those
-        that there was no time for.
+        that there was no time for. Left out are those of a size whose first is far from a plan that is known.
         """
         yield from self.shapes[:1]
-        others = self.shapes[1:]
-        likely: list[tuple[int, int, int]] = []
-        for number, (size, axes) in enumerate(others):
-            if clock.is_over:
-                break
-            look = self.looks.look(self._setting(size, axes, self._start(size, axes)))
-            likely.append((look.likely_ns, look.floor_ns, number))
-        yield from (others[number] for _, _, number in sorted(likely))
-        yield from others[len(likely) :]
+        likely, far, later = list[tuple[int, int, int]](), set[int](), [*enumerate(self.shapes)][1:]
+        while later and not clock.is_over:
+            number, (size, axes) = later.pop(0)
+            if size not in far:
+                look = self.looks.look(self._setting(size, axes, self._start(size, axes)))
+                likely.append((look.likely_ns, look.floor_ns, number))
+                far |= {size} if HOPELESS * BESIDE_KNOWN * self.known_ns < look.floor_ns < NEVER else set()
+        yield from (self.shapes[number] for _, _, number in sorted(likely))
+        yield from (shape for _, shape in later)
 
     def near(self, outline: Outline) -> list[EstimatedStages]:
         """What is found in an outline of alike submeshes, freely and around templates."""
@@ -120,12 +122,14 @@ class StagedSearch:
         """Templates on the best setting of each logical shape; from the best of each on, with more and fewer
         microbatches as long as it is likely to get better.
 
-        What their placements hide, or send together, may be more than what they cost.
+        What their placements hide, or send together, may be more than what they cost. Where templates of one stage are
+        known, of stages alone.
         """
         likely = [(look.likely_ns, setting) for setting, look in self.looks.known.items()]
         shapes: dict[LogicalMesh, Setting] = {}
         for likely_ns, setting in sorted([*likely, *self.looks.floors], key=lambda pair: pair[0]):
-            if self.layered.shares_cores or self.looks.may_be_best(likely_ns):
+            is_open = self.known_ns == math.inf or setting.num_stages > 1
+            if is_open and (self.layered.shares_cores or self.looks.may_be_best(likely_ns)):
                 shapes.setdefault(setting.axes, setting)
         looked: list[Setting] = []
         for setting in [*shapes.values()][:TEMPLATE_SHAPES]:
@@ -197,14 +201,17 @@ class StagedSearch:
             looked.append(self._setting(size, axes, number))
             return self.looks.look(looked[-1], last.likely_ns <= self.looks.best_ns)
 
+        def may_lead(number: int) -> bool:
+            return self.looks.may_lead(first, looked[0], self._setting(size, axes, number))
+
         number = start + first.stride
-        while number < len(counts):
+        while number < len(counts) and may_lead(number):
             here = look(number)
             if here.likely_ns >= last.likely_ns:
                 break
             number, last = number + here.stride, here
         for number in range(start - 1, -1, -1) if last is first else ():
-            here = look(number)
+            here = look(number) if may_lead(number) else last
             if here.likely_ns >= last.likely_ns:
                 break
             last = here

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.constraint import Constraint
-from autopar.ir.graph import Graph, Node, is_inside
+from autopar.ir.graph import Graph, Node, found_once, is_inside
 from autopar.ir.plan import Plan
 from autopar.zero.selective import selective
 
@@ -40,6 +40,7 @@ class Recomputable:
         return {"none": (), "selective": self.operators, "block": self.attention, "full": self.full}[kind]
 
 
+@found_once
 def recomputable(graph: Graph, block_paths: Sequence[str]) -> Recomputable:
     """The blocks that run, the innermost modules that compute attention in them, and their cheap operators."""
     paths = set(block_paths)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost.profile import Curve, Host, OperatorCurve, Profile, Provenance, profile_from_json, profile_to_json
-from benchmarks.accuracy.profile_text import profile_text
+from autopar.profiler.text import profile_text
 
 CONSTANTS = {
     "matmul_efficiency": 0.8,
@@ -53,7 +53,7 @@ SOFTWARE = Path(__file__).with_name("megatron_deepspeed.json")
 
 
 def with_constants(profile: Profile, constants: Mapping[str, float], source: str = "") -> Profile:
-    """The profile under these constants; what they do not say stays."""
+    """The profile under these constants; what they do not say stays. Products have the curve, not measured tables."""
     provenance = Provenance("fitted", source, datetime.date.today().isoformat())
     names = ("operator_ns", "gradient_ns", "collective_ns", "pass_ns")
     host = Host(*(round(constants[name]) for name in names), provenance=provenance)
@@ -62,7 +62,7 @@ def with_constants(profile: Profile, constants: Mapping[str, float], source: str
     )
     operators = {family: _curve(old, constants, provenance) for family, old in profile.operators.items()}
     links = {**profile.links, "inter_node": far}
-    return replace(profile, host=host, links=links, operators=operators, _shared={})
+    return replace(profile, host=host, links=links, operators=operators, tables={}, _shared={})
 
 
 def _curve(old: OperatorCurve, constants: Mapping[str, float], provenance: Provenance) -> OperatorCurve:
@@ -83,7 +83,7 @@ def _saturating(works: tuple[float, ...], most: float, half: float) -> Curve:
 def measured_system(profile: Profile, path: Path = SOFTWARE) -> Profile:
     """The profile, with what launching costs the software that was measured."""
     software = json.loads(path.read_text(encoding="utf-8"))
-    return profile_from_json({**_without_defaults(profile_to_json(profile)), **software}, str(path))
+    return profile_from_json({**_without_defaults(profile_to_json(profile)), "tables": [], **software}, str(path))
 
 
 def shipped_constants(profile: Profile) -> dict[str, float]:
@@ -118,7 +118,8 @@ def write_constants(path: Path, constants: Mapping[str, float], rows: str) -> No
         "github.com/VIA-Research/vTrain (MIT), by benchmarks/accuracy/published.py; 4 of them are the host's and stay "
         "with that software"
     )
-    data: dict[str, Any] = _without_defaults(profile_to_json(with_constants(profile, constants, source)))
+    made = replace(with_constants(profile, constants, source), tables=profile.tables)
+    data: dict[str, Any] = _without_defaults(profile_to_json(made))
     software = {"host": data.pop("host")}
     path.write_text(profile_text(data) + "\n", encoding="utf-8")
     SOFTWARE.write_text(json.dumps(software, indent=2) + "\n", encoding="utf-8")

@@ -6,7 +6,9 @@ Each FILE is a table `collectives*.csv` or `.csv.gz` with the columns of `autopa
 row inside a node, of a GPU that a profile is shipped for, is predicted by `autopar.cost.collective_time_ns`; the rows
 of other GPUs are counted. Reported are median, 90th percentile and worst relative error by GPU and collective, over
 sizes of 64 KiB to 1 GiB, and by ranks and size class. All-reduces of integers are told apart: NVSwitch does not add
-them, and no training program reduces any.
+them, and no training program reduces any. So are rows of another source than the profile's points: kernel times in a
+program, which include waiting for the other ranks, other pairs of GPUs, and older versions of NCCL. Rows across nodes
+are predicted where their link names a network that the profile knows.
 
 --cross-validate takes no shipped points: each size of each collective and number of ranks in turn is left out, all
 rows of that size, the points are made anew from the rest, and the size is predicted; the largest size is not left out.
@@ -38,12 +40,13 @@ from autopar.profiler.published.collectives import (
     INTEGERS,
     collective_blocks,
     completed,
+    extrapolated,
     served_by,
     thinned,
 )
 from autopar.profiler.published.measurements import Measurement, read_measurements
 from autopar.profiler.published.networks import fitted_network
-from benchmarks.accuracy.profile_text import profile_text
+from autopar.profiler.text import profile_text
 
 HERE = Path(__file__).parent
 PROFILES = HERE.parents[1] / "cost_profiles"
@@ -67,6 +70,11 @@ CALL = {
         "date": INTERFERENCE_DATE,
     },
 }
+BY_NCCL = ("A100-SXM4-80GB", "H100-SXM5-80GB")  # and measured in other ways besides
+#: GPUs that were not measured: one with links of the same kind, how many times their bandwidth it has, and why
+STAND_INS = {
+    "L40S": ("RTX-PRO-6000", 2.0, "as RTX PRO 6000, on PCIe 4.0 x16 instead of 5.0 x16, which has twice the rate"),
+}
 LEAST, MOST = 64 << 10, 1 << 30
 CLASSES = ((0, "below 64 KiB"), (LEAST, "64 KiB to 1 MiB"), (1 << 20, "1 to 32 MiB"), (32 << 20, "from 32 MiB"))
 TARGETS = {"median": 0.05, "p90": 0.15}
@@ -87,9 +95,25 @@ class Prediction(NamedTuple):
 
 
 def shipped_predictions(rows: Iterable[Measurement]) -> list[Prediction]:
-    """Those of the shipped profiles, for the rows inside a node of their GPUs."""
-    profiles = {gpu: load_profile(name) for gpu, name in SHIPPED.items() if _is_shipped(name)}
-    return [Prediction(row, _cost_ns(row, profiles[row.gpu])) for row in rows if row.gpu in profiles and row.nodes == 1]
+    """Those of the shipped profiles, for the rows of their GPUs, whose names a table may use, too."""
+    names = SHIPPED | {name: name for name in SHIPPED.values()}
+    profiles = {gpu: load_profile(name) for gpu, name in names.items() if _is_shipped(name)}
+    inside = [
+        Prediction(row, _cost_ns(row, profiles[row.gpu])) for row in rows if row.gpu in profiles and row.nodes == 1
+    ]
+    return inside + [
+        Prediction(row, _cost_ns(row, profile))
+        for row in rows
+        if row.gpu in profiles and row.nodes > 1 and (profile := _on_network(row, profiles[row.gpu]))
+    ]
+
+
+def _on_network(row: Measurement, profile: Profile) -> Profile | None:
+    """The profile with the links that the row was measured on; None where it knows no such network."""
+    if profile.links["inter_node"].network and profile.links["inter_node"].network in row.link.lower():
+        return profile
+    names = {link.network for link in profile.other_links if link.network and link.network in row.link.lower()}
+    return profile.on(min(names)) if names else None
 
 
 def _is_shipped(name: str) -> bool:
@@ -102,7 +126,7 @@ def _profile_files() -> dict[Path, dict[str, Any]]:
 
 
 def _cost_ns(row: Measurement, profile: Profile) -> int:
-    return collective_time_ns(row.op, row.num_bytes, Axis("x", row.ranks, 1), row.ranks, profile)
+    return collective_time_ns(row.op, row.num_bytes, Axis("x", row.ranks, 1), row.ranks // row.nodes, profile)
 
 
 def cross_validated(rows: Sequence[Measurement]) -> list[Prediction]:
@@ -151,6 +175,9 @@ def grouped(predictions: Iterable[Prediction], name: Callable[[Measurement], str
 
 def report(predictions: Sequence[Prediction]) -> dict[str, Any]:
     """All that is told: the groups that the targets are about first."""
+    across = [item for item in predictions if item.row.nodes > 1]
+    others = [item for item in predictions if item.row.nodes == 1 and _is_other_source(item.row)]
+    predictions = [item for item in predictions if item.row.nodes == 1 and not _is_other_source(item.row)]
     in_range = [item for item in predictions if LEAST <= item.row.num_bytes <= MOST]
     floats = [item for item in in_range if not _is_integer_sum(item.row)]
     return {
@@ -163,7 +190,23 @@ def report(predictions: Sequence[Prediction]) -> dict[str, Any]:
         "sums of integers": grouped(
             [item for item in in_range if _is_integer_sum(item.row)], lambda row: f"{row.gpu} {row.op}"
         ),
+        "across nodes": grouped(
+            across, lambda row: f"{row.gpu} {row.op}, {row.nodes:2} nodes of {row.ranks // row.nodes}"
+        ),
+        "other sources than the points'": grouped(
+            [item for item in others if LEAST <= item.row.num_bytes <= MOST],
+            lambda row: f"{row.gpu} {row.op} {row.ranks}, {row.software}",
+        ),
     }
+
+
+def _is_other_source(row: Measurement) -> bool:
+    """Whether others measured the row than what its GPU's profile was made from, by another method or years before."""
+    if row.gpu in ("a100", "v100"):
+        return True
+    if row.gpu.startswith("V100"):
+        return "in Mist" not in row.software
+    return row.op != "send" and row.gpu in BY_NCCL and "nccl-tests" not in row.software
 
 
 def _is_integer_sum(row: Measurement) -> bool:
@@ -182,7 +225,7 @@ def missed(groups: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 def markdown(head: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) -> str:
     """The report as a page."""
-    lines = ["# Collectives inside a node, predicted beside published measurements", ""]
+    lines = ["# Collectives, predicted beside published measurements", ""]
     lines += [f"`{head['command']}`, {head['machine']}, {head['date']}", ""]
     for what, found in results.items():
         for title, groups in found.items():
@@ -206,7 +249,8 @@ def ship(folder: Path) -> None:
     for path, data in _profile_files().items():
         names = {data["name"], *data.get("aliases", ())}
         for gpu in (gpu for gpu, name in SHIPPED.items() if name in names):
-            blocks = collective_blocks(folder, gpu)
+            blocks = collective_blocks(folder, STAND_INS[gpu][0] if gpu in STAND_INS else gpu)
+            blocks = extrapolated(blocks, *STAND_INS[gpu][1:]) if gpu in STAND_INS else blocks
             levels = {link["level"] for link in blocks.links} | ({"inter_node"} if gpu in NDR else set())
             data["links"] = blocks.links + [link for link in data["links"] if link["level"] not in levels]
             data["collectives"] = blocks.collectives + _staying(gpu, blocks.collectives, data["collectives"])
@@ -279,7 +323,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
         "date": datetime.date.today().isoformat(),
         "targets": TARGETS,
-        "rows of GPUs without a profile": dict(Counter(row.gpu for row in rows if row.gpu not in SHIPPED)),
+        "rows of GPUs without a profile": dict(
+            Counter(row.gpu for row in rows if row.gpu not in {*SHIPPED, *SHIPPED.values()})
+        ),
         "rows across nodes": sum(row.nodes > 1 for row in rows),
     }
     options.output.write_text(json.dumps({**head, **results}, indent=1) + "\n", encoding="utf-8")

@@ -45,6 +45,7 @@ from autopar.ir.plan import Plan
 from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
+from autopar.profiler.text import profile_text
 from autopar.simulate import simulate
 from autopar.trace import trace
 from benchmarks.accuracy import megatron
@@ -57,7 +58,6 @@ from benchmarks.accuracy.constants import (
     write_constants,
 )
 from benchmarks.accuracy.fitting import Array, gauss_newton_step
-from benchmarks.accuracy.profile_text import profile_text
 
 HERE = Path(__file__).parent
 PROFILE = HERE.parents[1] / "cost_profiles" / "a100.json"

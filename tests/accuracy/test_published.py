@@ -9,14 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.cost.profile import Link, Provenance
 from autopar.profiler import load_profile
+from autopar.profiler.text import profile_text
 from benchmarks.accuracy import megatron, published
-from benchmarks.accuracy.all_reduce import Row as Measured
-from benchmarks.accuracy.all_reduce import fit_link, formula_ns, read_table
 from benchmarks.accuracy.constants import CONSTANTS, measured_system, shipped_constants, with_constants
-from benchmarks.accuracy.fitting import fit_positive, gauss_newton_step
-from benchmarks.accuracy.profile_text import profile_text
+from benchmarks.accuracy.fitting import gauss_newton_step
 
 HEADER = (
     "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor parallelism,"
@@ -101,28 +98,6 @@ def test_a_gauss_newton_step_finds_the_least_squares_without_outliers() -> None:
     errors = -slopes @ wanted
     errors[7] += 3.0
     assert gauss_newton_step(errors, slopes, np.zeros(3)) == pytest.approx(wanted, abs=0.01)
-
-
-def test_the_simplex_search_finds_the_minimum() -> None:
-    found = fit_positive(lambda x: float(np.sum(np.log(x / np.array([2.0, 30.0])) ** 2)), np.array([1.0, 50.0]))
-    assert found == pytest.approx([2.0, 30.0], rel=1e-3)
-
-
-def test_links_are_fitted_to_what_their_formula_makes() -> None:
-    source = Provenance("assumed", "test", "2026-01-01")
-    made = Link("intra_node", 4000, 200e9, source, start_ns=20000, pass_bandwidth=400e9)
-    sizes = [1 << power for power in range(20, 31)]
-    rows = [Measured("x", ranks, size, formula_ns(made, ranks, size)) for ranks in (2, 3, 4, 8) for size in sizes]
-    found = fit_link(rows)
-    assert not found.bandwidth_by_ranks
-    assert found.bandwidth == pytest.approx(made.bandwidth, rel=0.05)
-    times = [formula_ns(found, row.ranks, row.num_bytes) for row in rows]
-    assert times == pytest.approx([row.time_ns for row in rows], rel=0.02)
-
-
-def test_a_table_without_its_columns_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"expected the columns \['time_ns_in_place'\]"):
-        read_table(written(tmp_path, "gpu,n_gpus,bytes", "a100,2,1024"))
 
 
 def test_profiles_are_written_as_they_are_read() -> None:

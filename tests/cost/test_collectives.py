@@ -63,9 +63,12 @@ def test_a_far_ring_uses_the_adapters_of_all_its_ranks_in_a_node() -> None:
     assert lone == size // 2 * 20, "neighbours along the axis are nodes apart"
 
 
+PROFILES = load_profile("a100"), flat_profile(near_alpha=3000, far_alpha=9000)  # read once: examples have a deadline
+
+
 @given(st.sampled_from(KINDS), st.integers(1, 1 << 32), st.integers(1, 1 << 30), st.sampled_from([2, 3, 8, 16, 64]))
 def test_more_bytes_never_take_less(kind: str, size: int, more: int, ranks: int) -> None:
-    for profile in (load_profile("a100"), flat_profile(near_alpha=3000, far_alpha=9000)):
+    for profile in PROFILES:
         axis = Axis("x", ranks, 1)
         less = collective_time_ns(kind, size, axis, 8, profile)
         assert 0 < less <= collective_time_ns(kind, size + more, axis, 8, profile)

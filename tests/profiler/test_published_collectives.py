@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from autopar.profiler.published.collectives import collective_blocks, completed, filled, thinned
-from autopar.profiler.published.measurements import read_measurements
+from autopar.cost.collectives import make_group, modelled_ns
+from autopar.cost.profile import Link
+from autopar.ir.placement import Axis
+from autopar.profiler import load_profile
+from autopar.profiler.published.collectives import collective_blocks, completed, extrapolated, filled, thinned
+from autopar.profiler.published.measurements import Measurement, read_measurements
+from autopar.profiler.published.networks import fitted_network
 
 HEAD = "gpu,link,op,gpus,nodes,dtype,message_bytes,time_us,software\n"
 POWERS = [1 << n for n in range(9, 30)]
@@ -66,7 +72,7 @@ def test_the_side_of_a_jump_is_that_of_the_like_collective() -> None:
     """Both double at 1 MiB, and one lacks that size: a straight line would lie between."""
     jump = {size: (2.0 if size >= 1 << 20 else 1.0) * size for size in POWERS}
     lacking = {size: 1.5 * time for size, time in jump.items() if size != 1 << 20}
-    assert filled(lacking, 1 << 20, jump) == pytest.approx(1.5 * jump[1 << 20])
+    assert filled(lacking, 1 << 20, [jump], is_line_told=False) == pytest.approx(1.5 * jump[1 << 20])
     assert filled(lacking, 1 << 20) < 1.3 * jump[1 << 20]
 
 
@@ -95,3 +101,40 @@ def test_another_gpu_has_no_blocks_and_a_table_that_lacks_columns_is_refused(tmp
     (tmp_path / "collectives_broken.csv").write_text("gpu,op\nX,send\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"collectives_broken.csv: expected the columns \['dtype'"):
         collective_blocks(tmp_path, "X")
+
+
+def test_half_the_bandwidth_doubles_what_bytes_take(tmp_path: Path) -> None:
+    write(tmp_path, alpha_beta(5, 1, 300_000))
+    whole = collective_blocks(tmp_path, "X")
+    half = extrapolated(whole, 2.0, "half the lanes")
+    write(tmp_path, alpha_beta(5, 1, 150_000))
+    for made, measured in zip(half.collectives, collective_blocks(tmp_path, "X").collectives, strict=True):
+        assert made["provenance"]["kind"] == "assumed"
+        for point, expected in zip(made["points"], measured["points"], strict=True):
+            assert point == pytest.approx(expected, rel=0.01)
+
+
+def test_a_network_is_found_again_from_what_its_formulas_make() -> None:
+    base = load_profile("h100")
+    near = base.links["intra_node"]
+    made = Link("inter_node", 20_000, 40e9, near.provenance)
+    profile = replace(base, links={"intra_node": near, "inter_node": made}, collectives={}, _shared={})
+    rows = [
+        Measurement("X", op, 8 * nodes, nodes, "float32", size, modelled_ns(op, size, group), "formula", "ether")
+        for op in ("all_reduce", "all_to_all")
+        for nodes in (2, 4, 8)
+        for size in (1 << 20, 1 << 25, 1 << 30)
+        for group in [make_group(Axis("x", 8 * nodes, 1), 8, profile)]
+    ]
+    found = fitted_network("ether", rows, near, base)
+    assert found.network == "ether" and found.level == "inter_node"
+    assert found.alpha_ns == pytest.approx(made.alpha_ns, rel=0.05)
+    assert found.bandwidth == pytest.approx(made.bandwidth, rel=0.05)
+    known = fitted_network("ether", rows, near, base, bandwidth=30e9)
+    assert known.bandwidth == 30e9
+
+
+def test_vtrain_s_columns_are_read_as_sums_inside_a_node(tmp_path: Path) -> None:
+    path = tmp_path / "allreduce.csv"
+    path.write_text("gpu,n_gpus,bytes,time_ns_in_place\na100,5,1048576,62000\n", encoding="utf-8")
+    assert [row[:7] for row in read_measurements(path)] == [("a100", "all_reduce", 5, 1, "float32", 1 << 20, 62000.0)]

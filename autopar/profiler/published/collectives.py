@@ -4,8 +4,8 @@ What was measured inside a node becomes points in four steps:
 
 1. One source serves a collective of so many ranks: NCCL's own benchmark before kernel times before wall clocks, since
    the first has no launch from the host in it. Integers are left out where other dtypes are there (`FLOATS_ONLY`).
-2. Sizes within a quarter of an octave are one point, the geometric mean of sizes and the median of times, so a table
-   of a thousand sizes becomes some thirty points.
+2. Sizes within a quarter of an octave are one point, the geometric mean of sizes and a typical time (`_typical`), so a
+   table of a thousand sizes becomes some thirty points.
 3. More bytes take no less time (isotonic regression of the logarithms).
 4. Powers of two that were not measured are filled in (`filled`): NCCL changes its protocol at certain sizes, where
    times jump, and a sweep of another collective that has the size says on which side of the jump it lies.
@@ -15,8 +15,10 @@ The link that other groups and collectives are extrapolated with is read off the
 
 from __future__ import annotations
 
+import json
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from autopar.cost.profile import Profile, profile_from_json, profile_to_json
 from autopar.profiler.published.measurements import Measurement, named, read_measurements, today
 
 #: The first that a collective has rows of serves it. Of the V100, Mist's sweep took pairs of GPUs with one NVLink
@@ -54,14 +57,53 @@ def collective_blocks(folder: Path, gpu: str) -> CollectiveBlocks:
 
     Raises ValueError for a table that lacks columns.
     """
-    paths = sorted(path for path in folder.glob("collectives*") if path.name.endswith((".csv", ".csv.gz")))
-    rows = [row for path in paths for row in read_measurements(path) if row.gpu == gpu]
+    rows = [row for path in _tables(folder) for row in read_measurements(path) if row.gpu == gpu]
     served = {key: own for key, own in served_by(rows).items() if key[0] != "send" or own[0].nodes == 1}
     curves = completed({key: thinned(own) for key, own in served.items()})
     links = fitted_link(curves, served)
     return CollectiveBlocks(
         [links] if links else [], [_points(key, curves[key], served[key]) for key in sorted(curves)]
     )
+
+
+def gpus_of(folder: Path) -> list[str]:
+    """The GPUs whose collectives the folder's tables have, those with most rows first."""
+    return [
+        gpu for gpu, _ in Counter(row.gpu for path in _tables(folder) for row in read_measurements(path)).most_common()
+    ]
+
+
+def _tables(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("collectives*") if path.name.endswith((".csv", ".csv.gz")))
+
+
+def with_collectives(profile: Profile, folder: Path, gpu: str) -> Profile:
+    """The profile with what the folder's tables say of links and collectives inside a node; the rest stays."""
+    blocks, data = collective_blocks(folder, gpu), profile_to_json(profile)
+    new = {link["level"] for link in blocks.links}
+    data["links"] = [*blocks.links, *(link for link in data["links"] if link["level"] not in new)]
+    data["collectives"] = blocks.collectives or data["collectives"]
+    return profile_from_json(json.loads(json.dumps(data)), f"tables of {folder}")
+
+
+def extrapolated(blocks: CollectiveBlocks, times: float, why: str) -> CollectiveBlocks:
+    """Blocks of a GPU that was not measured, from one whose links have so many times the bandwidth: what the smallest
+    message takes stays, and what more bytes take besides is so many times as long."""
+    return CollectiveBlocks(
+        [
+            {**link, "bandwidth": float(f"{link['bandwidth'] / times:.4g}"), "provenance": provenance("assumed", why)}
+            for link in blocks.links
+        ],
+        [
+            {**item, "points": _stretched(item["points"], times), "provenance": provenance("assumed", why)}
+            for item in blocks.collectives
+        ],
+    )
+
+
+def _stretched(points: Sequence[tuple[int, int]], times: float) -> list[list[int]]:
+    least = points[0][1]
+    return [[size, round(least + times * (time - least))] for size, time in points]
 
 
 def served_by(rows: Iterable[Measurement]) -> dict[Key, list[Measurement]]:
@@ -92,11 +134,17 @@ def thinned(rows: Iterable[Measurement]) -> Curve:
     bins: dict[int, list[Measurement]] = {}
     for row in rows:
         bins.setdefault(round(2 * math.log2(row.num_bytes)), []).append(row)
-    points = [
-        (round(geometric_mean(row.num_bytes for row in own)), median(row.time_ns for row in own))
-        for _, own in sorted(bins.items())
-    ]
+    sizes = [geometric_mean(row.num_bytes for row in own) for _, own in sorted(bins.items())]
+    points = [(round(size), _typical(own, size)) for size, (_, own) in zip(sizes, sorted(bins.items()), strict=True)]
     return dict(zip([size for size, _ in points], _isotonic([time for _, time in points]), strict=True))
+
+
+def _typical(rows: Sequence[Measurement], size: float) -> float:
+    """The median of their times; of wall clocks the lower quartile of the pace, since some of the layouts that were
+    swept with one took a copy besides, which made them up to three times as long."""
+    if not any("wall clock" in row.software for row in rows):
+        return median([row.time_ns for row in rows])
+    return size * sorted(row.time_ns / row.num_bytes for row in rows)[len(rows) // 4]
 
 
 def _isotonic(times: Sequence[float]) -> list[float]:
@@ -112,10 +160,20 @@ def _isotonic(times: Sequence[float]) -> list[float]:
 
 def completed(curves: Mapping[Key, Curve]) -> dict[Key, Curve]:
     """The curves with the powers of two that they lack, from their least size to 1 GiB."""
-    return {
-        (op, ranks): _with(curve, _lacking(curve), curves.get((LIKE.get(op, ""), ranks)))
-        for (op, ranks), curve in curves.items()
-    }
+    return {key: _with(curve, _lacking(curve), *_told_by(key, curves)) for key, curve in curves.items()}
+
+
+def _told_by(key: Key, curves: Mapping[Key, Curve]) -> tuple[list[Curve], bool]:
+    """The curves that say what another lacks, and whether a straight line says as much as each of them.
+
+    For all-reduces those of other groups, in which the jumps are nearly at the same sizes; for all-to-alls none: left
+    out in turn, their sizes were told worse by other groups than by the line.
+    """
+    op, ranks = key
+    if op in LIKE:
+        return [curves[LIKE[op], ranks]] if (LIKE[op], ranks) in curves else [], False
+    others = [curve for (other, number), curve in curves.items() if other == op == "all_reduce" and number != ranks]
+    return others, True
 
 
 def _lacking(curve: Collection[int]) -> list[int]:
@@ -124,25 +182,29 @@ def _lacking(curve: Collection[int]) -> list[int]:
     return [power for power in powers if not any(abs(math.log2(size / power)) < 0.25 for size in curve)]
 
 
-def _with(curve: Curve, sizes: Iterable[int], like: Curve | None) -> Curve:
-    points = sorted({**curve, **{size: filled(curve, size, like) for size in sizes}}.items())
+def _with(curve: Curve, sizes: Iterable[int], likes: Sequence[Curve], is_line_told: bool) -> Curve:
+    points = sorted({**curve, **{size: filled(curve, size, likes, is_line_told) for size in sizes}}.items())
     return dict(zip([size for size, _ in points], _isotonic([time for _, time in points]), strict=True))
 
 
-def filled(curve: Curve, size: int, like: Curve | None = None) -> float:
-    """Nanoseconds at a size that was not measured.
+def filled(curve: Curve, size: int, likes: Sequence[Curve] = (), is_line_told: bool = True) -> float:
+    """Nanoseconds at a size that was not measured: the geometric mean of what is told of it.
 
-    As a collective of like messages has it, times how much longer this one took at the sizes next to it that both have;
-    where there is none, in a straight line of bytes: α + bβ is exact between two sizes of one protocol.
+    A like curve tells its own time, times how much longer this one took at the sizes next to it that both have; the
+    line is one of bytes: α + bβ is exact between two sizes of one protocol. Where no curve has the size, the line.
     """
-    if like and size in like:
-        common = sorted(set(curve) & set(like))
-        right = bisect_right(common, size)
-        if 0 < right < len(common):
-            low, high = common[right - 1], common[right]
-            share = math.log(size / low) / math.log(high / low)
-            return like[size] * math.pow(curve[low] / like[low], 1 - share) * math.pow(curve[high] / like[high], share)
-    return _straight(sorted(curve.items()), size)
+    told = [time for like in likes if (time := _as_in(like, curve, size)) is not None]
+    return geometric_mean([*told, _straight(sorted(curve.items()), size)] if is_line_told or not told else told)
+
+
+def _as_in(like: Curve, curve: Curve, size: int) -> float | None:
+    common = sorted(set(curve) & set(like))
+    right = bisect_right(common, size)
+    if size not in like or not 0 < right < len(common):
+        return None
+    low, high = common[right - 1], common[right]
+    share = math.log(size / low) / math.log(high / low)
+    return like[size] * math.pow(curve[low] / like[low], 1 - share) * math.pow(curve[high] / like[high], share)
 
 
 def _straight(points: Sequence[tuple[int, float]], size: int) -> float:
@@ -154,7 +216,7 @@ def _straight(points: Sequence[tuple[int, float]], size: int) -> float:
     return max(y, y + (next_y - y) * (size - x) / (next_x - x))
 
 
-# CollectiveBlocks ----------------------------------------
+# Blocks ----------------------------------------
 
 
 def _points(key: Key, curve: Curve, rows: Sequence[Measurement]) -> dict[str, Any]:
@@ -166,7 +228,7 @@ def _points(key: Key, curve: Curve, rows: Sequence[Measurement]) -> dict[str, An
         "ranks": ranks,
         "points": [[size, math.ceil(float(f"{time:.4g}"))] for size, time in sorted(curve.items())],
         "residual": round(_residual(curve, rows), 4),
-        "provenance": _provenance("published", source),
+        "provenance": provenance("published", source),
     }
 
 
@@ -176,7 +238,7 @@ def _residual(curve: Curve, rows: Sequence[Measurement]) -> float:
     return median([abs(_straight(points, row.num_bytes) / row.time_ns - 1) for row in rows])
 
 
-def _provenance(kind: str, source: str) -> dict[str, str]:
+def provenance(kind: str, source: str) -> dict[str, str]:
     return {"kind": kind, "source": source, "date": today()}
 
 
@@ -199,7 +261,7 @@ def fitted_link(curves: Mapping[Key, Curve], rows: Mapping[Key, Sequence[Measure
     if cheap < full:
         link["low_latency"] = {"alpha_ns": round(cheap), "share": _share(rings, rate, start, cheap)}
     used = [row for key in rings for row in rows[key]]
-    return {**link, "provenance": _provenance("fitted", f"ring formula read off {len(used)} times of {named(used)}")}
+    return {**link, "provenance": provenance("fitted", f"ring formula read off {len(used)} times of {named(used)}")}
 
 
 def _bandwidth(rings: Mapping[Key, Curve]) -> float:

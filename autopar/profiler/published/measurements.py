@@ -1,7 +1,8 @@
 """Tables of measured collectives: a row is one size of one collective among the ranks of one or several nodes.
 
 Columns: gpu, op, gpus, nodes, dtype, message_bytes, time_us, and if there are link and software; `message_bytes` is the
-larger one of a rank's input and output.
+larger one of a rank's input and output. A table of all-reduces inside a node may have the columns of
+github.com/VIA-Research/vTrain's instead: gpu, n_gpus, bytes, time_ns_in_place.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 COLUMNS = {"gpu", "op", "gpus", "nodes", "dtype", "message_bytes", "time_us"}
+VTRAIN = {"gpu", "n_gpus", "bytes", "time_ns_in_place"}
 
 
 class Measurement(NamedTuple):
@@ -36,7 +38,10 @@ def read_measurements(path: Path) -> list[Measurement]:
     packed = path.read_bytes()
     text = (gzip.decompress(packed) if path.suffix == ".gz" else packed).decode("utf-8")
     reader = csv.DictReader(io.StringIO(text))
-    missing = COLUMNS - set(reader.fieldnames or ())
+    found = set(reader.fieldnames or ())
+    if found >= VTRAIN:
+        return [_of_vtrain(row) for row in reader]
+    missing = COLUMNS - found
     if missing:
         raise ValueError(f"{path}: expected the columns {sorted(missing)}, found {reader.fieldnames}")
     return [_measurement(row) for row in reader if _is_whole(row)]
@@ -55,6 +60,11 @@ def _measurement(row: Mapping[str, str]) -> Measurement:
     return Measurement(
         row["gpu"], row["op"], *counts, row["dtype"], size, time_ns, row.get("software") or "", row.get("link") or ""
     )
+
+
+def _of_vtrain(row: Mapping[str, str]) -> Measurement:
+    counts = int(row["n_gpus"]), int(row["bytes"]), float(row["time_ns_in_place"])
+    return Measurement(row["gpu"], "all_reduce", counts[0], 1, "float32", *counts[1:], "NCCL in place, vTrain")
 
 
 def named(rows: Sequence[Measurement]) -> str:

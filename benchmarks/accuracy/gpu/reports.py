@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autopar.profiler.text import profile_text
 from benchmarks.accuracy.gpu.predictions import Predicted
 from benchmarks.accuracy.gpu.scores import Figures, by_cell, by_source, error, of_grid, scored
-from benchmarks.accuracy.profile_text import profile_text
 
 GB = 10**9
 COUNTS = ("rows", "memory rows", "cells", "cells of 10 runs or more", "runs that did not finish")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost.profile import Curve, Host, OperatorCurve, Profile, Provenance
-from benchmarks.accuracy.profile_text import profile_text
+from autopar.profiler.text import profile_text
 
 TABLE = Path(__file__).with_name("softwares.json")
 

@@ -1,9 +1,9 @@
 """The grid: what people write down of a configuration, and all of them that a row's devices and batch allow.
 
 dp × tp × pp = devices, tp 1 to 16, pp 1 to 32 in powers of two; microbatches: every number that divides a batch
-among dp; ZeRO 0 to 3 where dp > 1; sequence parallel where tp > 1; recomputation of nothing, of what is cheap, of
-attention, of all; schedules with 1 chunk a submesh, or with 2, 4 and 8. Layers need not divide: the first and last
-stages have fewer.
+among dp; ZeRO 0 to 3 where dp > 1, among all of dp or, where dp reaches beyond a node, among those of a node (hsdp);
+sequence parallel where tp > 1; recomputation of nothing, of what is cheap, of attention, of all; schedules with 1 chunk
+a submesh, or with 2, 4 and 8. Layers need not divide: they are shared out as `template_plan` does it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Placed:
     tp: int = 1
     microbatches: int = 1
     zero: int = 0
+    hsdp: int = 1
     sequence_parallel: bool = False
 
 
@@ -53,7 +54,7 @@ class Expert:
         return self.pp * self.chunks
 
 
-def placements_of(devices: int, sequences: int, pp: int) -> Iterator[Placed]:
+def placements_of(devices: int, sequences: int, pp: int, per_node: int = 8) -> Iterator[Placed]:
     """All that stages of so many of the devices may have."""
     for tp in TENSOR:
         dp = devices // pp // tp
@@ -61,9 +62,11 @@ def placements_of(devices: int, sequences: int, pp: int) -> Iterator[Placed]:
             continue
         counts = [count for count in range(1, sequences // dp + 1) if sequences // dp % count == 0]
         for count in counts:
+            inner = per_node // tp
             for zero in (0, 1, 2, 3) if dp > 1 else (0,):
-                for split in (False, True) if tp > 1 else (False,):
-                    yield Placed(dp, tp, count, zero, split)
+                for hsdp in (1, inner) if zero and 1 < inner < dp and dp % inner == 0 else (1,):
+                    for split in (False, True) if tp > 1 else (False,):
+                        yield Placed(dp, tp, count, zero, hsdp, split)
 
 
 def ways_of(placed: Placed, pp: int, layers: int, schedules: Sequence[str]) -> Iterator[Expert]:
@@ -77,10 +80,3 @@ def ways_of(placed: Placed, pp: int, layers: int, schedules: Sequence[str]) -> I
                 continue
             for again in KINDS if not (row.splits_backward and pp > 1) else KINDS[:1]:
                 yield Expert(placed, pp, name, chunks, again)
-
-
-def sizes_of(layers: int, stages: int) -> list[int]:
-    """How many layers each stage has: the same, or one more in the middle, where neither embedding nor head is."""
-    each, more = divmod(layers, stages)
-    first = (stages - more + 1) // 2
-    return [each + (first <= stage < first + more) for stage in range(stages)]

@@ -1,22 +1,29 @@
 """Plays configurations of one model: placements found on its short graph, equal parts of all plans lowered once.
 
-A bound of a step: the busiest of pp submeshes computes no less than the mean, and, where each has one stage, waits for
-the first microbatch to come through those before it and back. What is computed does not depend on how it is stored, and
-is least in one microbatch, whose operators are largest: one problem is solved for a bound of all these. Bytes at least:
+A bound of a step, by what each stage computes, whole blocks computed again included: the last of P submeshes waits for
+the first microbatch to come through those before it and back, one chunk of each; so does each other, in plain stages;
+where backward passes come in two parts, nobody need wait. What is computed does not depend on how it is stored, and is
+least in one microbatch, whose operators are largest: one problem is solved for a bound of all these. Bytes at least:
 the mean of what submeshes store.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
+from autopar.cost.compute import node_time_ns
 from autopar.errors import AutoparError
 from autopar.families import ShortPlace
 from autopar.interop import block_layers, fold
+from autopar.intraop import Placements
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
@@ -26,20 +33,23 @@ from autopar.planning import DividedGraph, divided
 from autopar.profiler import load_profile
 from autopar.request import BUDGETS, Request
 from autopar.simulate import Incremental
-from autopar.staging import cut, stages_of_sizes
+from autopar.staging import cut, even_sizes, node_times_ns, stages_of_sizes
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
 from autopar.trace import find_blocks
-from benchmarks.quality.experts.grid import Expert, Placed, sizes_of
+from benchmarks.quality.experts.grid import Expert, Placed
 
 _SOLVE = (2.0, 0, 0.01)
+_AGAIN = 0.9
+"""Of a block's forward pass, what is computed again at least where all of it is: not what nobody saves."""
 
 
 class Found(NamedTuple):
-    """Placements of a microbatch on one submesh that has the whole model: the plan, what a step computes, what it takes
-    at least, and what a device stores and saves for the backward pass."""
+    """Placements of a microbatch on one submesh that has the whole model: the plan, what a step computes of what is
+    before the blocks, of each, and of what is after them, what it takes at least, and what a device stores and saves
+    for the backward pass."""
 
     plan: Plan
-    compute_ns: int
+    layers_ns: tuple[float, ...]
     least_ns: int
     stored_bytes: int
     saved_bytes: int
@@ -66,7 +76,7 @@ class Player:
         self.folded = fold(graph, self.blocks, self.layers)
         self.shared = self.profile.shared_by(mesh.devices_per_node)
         self.limit = self.shared.usable_bytes
-        self.parts, self.found = cache(self._parts), cache(self._found)
+        self.parts, self.found, self.sizes = cache(self._parts), cache(self._found), cache(self._sizes)
 
     def _parts(self, count: int) -> tuple[DividedGraph, DividedGraph, Incremental]:
         whole = divided(self.graph, self.blocks, count)
@@ -75,7 +85,7 @@ class Player:
 
     def _found(self, placed: Placed, pp: int) -> Found | None:
         """None where constraints leave nothing."""
-        axes = template_axes(self.mesh, placed.dp, placed.tp, pp)
+        axes = template_axes(self.mesh, placed.dp, placed.tp, pp, placed.hsdp)
         whole, short, simulator = self.parts(placed.microbatches)
         made = batch_types(short.graph)
         batch = {name: kind for name, kind in made.items() if self.blocks.representative_tensor(name) == name}
@@ -89,16 +99,62 @@ class Player:
         except AutoparError:
             return None
         plan = place.placements.placed(place.draft(), whole.graph, solution.choice)
-        chosen = zip(place.placements.built.compute_ns, solution.choice, strict=True)
         return Found(
-            plan, sum(int(times[option]) for times, option in chosen), place.placements.least_step_ns(*_SOLVE),
+            plan, self._layers_ns(place.placements, solution.choice), place.placements.least_step_ns(*_SOLVE),
             *place.placements.usage_of(solution.choice),
         )  # fmt: skip
+
+    def _layers_ns(self, placements: Placements, choice: Sequence[int]) -> tuple[float, ...]:
+        """What is computed of each layer, the ends of the model among them."""
+        short, built = self.folded, placements.built
+        of_node, found = short.layers.with_ends(short.graph).fixed, Counter[int]()
+        for variable, times, option in zip(built.variables, built.compute_ns, choice, strict=True):
+            if variable.kind == "node" and variable.name in of_node:
+                found[of_node[variable.name]] += int(times[option]) / short.copies.get(variable.name, 1)
+        last = short.layers.count + 1
+        return found[0], *(found[1 + layer] for layer in short.layer_of), found[last]
 
     def least_ns(self, expert: Expert) -> float:
         """A bound of its step; infinite where constraints leave nothing."""
         found = self.found(_most_sharded(expert.placed), expert.pp)
-        return math.inf if found is None else found.compute_ns * _least_part(expert)
+        if found is None:
+            return math.inf
+        loads, row = self._loads_ns(found, expert), SCHEDULES[expert.schedule]
+        each, count = np.array(loads).reshape(expert.chunks, expert.pp), expert.placed.microbatches
+        if row.turns_back:
+            each[1::2] = each[1::2, ::-1]
+        busy = each.sum(axis=0)
+        if row.splits_backward or expert.pp == 1:
+            return max(found.least_ns / expert.pp, float(busy.max()))
+        before = (np.cumsum(each[0]) - each[0]) / count
+        waits = busy + before if not row.has_chunks else busy[-1:] + before[-1:]
+        return max(found.least_ns / expert.pp, float(busy.max()), float(waits.max()))
+
+    def _loads_ns(self, found: Found, expert: Expert) -> list[float]:
+        """What each stage computes."""
+        before, *blocks, after = found.layers_ns
+        again = _AGAIN * self.forward if expert.recompute == "full" else 0.0
+        loads, sizes = list[float](), self.sizes(expert.pp, expert.chunks, expert.schedule)
+        for end, size in zip(accumulate(sizes), sizes, strict=True):
+            loads.append((1 + again) * sum(blocks[end - size : end]))
+        loads[0] += before
+        loads[-1] += after
+        return loads
+
+    def _sizes(self, pp: int, chunks: int, schedule: str) -> tuple[int, ...]:
+        """How many blocks each stage has."""
+        if pp == 1:
+            return (self.layers.count,)
+        return even_sizes(self.graph, self.paths, pp, chunks, self.profile, schedule)
+
+    @cached_property
+    def forward(self) -> float:
+        """The part of all that is computed that forward passes are, on one device."""
+        tensors, forward = self.folded.graph.tensors, 0
+        for node in self.folded.graph.nodes:
+            operands, results = (tuple(tensors[n].shape for n in names) for names in (node.operands, node.results))
+            forward += node_time_ns(node, operands, results, tensors, self.shared)[0]
+        return forward / sum(node_times_ns(self.folded.graph, self.shared).values())
 
     def likely_ns(self, expert: Expert) -> float:
         """An estimate, for the order in which configurations are played."""
@@ -138,25 +194,10 @@ class Player:
         if expert.pp == 1:
             return plan
         ranks = template_ranks(self.mesh, expert.pp, expert.chunks, expert.schedule)
-        sizes = sizes_of(self.layers.count, len(ranks))
-        return cut(whole.graph, plan, self._members(tuple(sizes)), ranks, expert.schedule)
-
-    def _members(self, sizes: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        return dict(stages_of_sizes(self.graph, self.paths, sizes))
+        sizes = self.sizes(expert.pp, expert.chunks, expert.schedule)
+        return cut(whole.graph, plan, stages_of_sizes(self.graph, self.paths, sizes), ranks, expert.schedule)
 
 
 def _most_sharded(placed: Placed) -> Placed:
     """Of one microbatch, and stored in parts."""
-    return replace(placed, microbatches=1, zero=3 if placed.dp > 1 else 0)
-
-
-def _least_part(expert: Expert) -> float:
-    """Of all that is computed, what the step of the best split takes at least.
-
-    In stages of whole backward passes, T_j + Σ_{i<j} T_i / m for each stage j; all these are at most C only where
-    Σ T ≤ C · m · (1 − (1 − 1/m)^pp).
-    """
-    row, count = SCHEDULES[expert.schedule], expert.placed.microbatches
-    if expert.pp == 1 or row.has_chunks or row.splits_backward:
-        return 1 / expert.pp
-    return 1 / (count * (1 - (1 - 1 / count) ** expert.pp))
+    return replace(placed, microbatches=1, zero=3 if placed.dp > 1 else 0, hsdp=1)

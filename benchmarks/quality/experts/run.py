@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from autopar.ir.schedule import SCHEDULES
 from autopar.pipeline import planned_jointly
 from autopar.request import BUDGETS, Request
 from autopar.tunables import USAGE_ABOVE
-from benchmarks.facts import facts, write_record
+from benchmarks.facts import facts, profile_told, write_record
 from benchmarks.quality.experts.grid import PIPELINE, Expert, placements_of, ways_of
 from benchmarks.quality.experts.played import Played, Player
 from benchmarks.quality.experts.rows import ROWS, Row
@@ -47,18 +48,21 @@ def experts_of(row: Row, layers: int, schedules: Sequence[str]) -> Iterator[Expe
                 yield from ways_of(placed, pp, layers, schedules)
 
 
-def best_of_grid(row: Row, graph: Graph, schedules: Sequence[str], most: int, beyond: float) -> dict[str, Any]:
-    """Plays what may be the best of a row's grid."""
+def best_of_grid(
+    row: Row, graph: Graph, schedules: Sequence[str], most: int, beyond: float, than_ns: float
+) -> dict[str, Any]:
+    """Plays what may be the best of a row's grid, and faster than a step that is given."""
     began, player = time.process_time(), Player(graph, row.mesh)
     every = sorted(experts_of(row, player.layers.count, schedules), key=player.likely_ns)
     fitting, counts = list[Played](), Counter[str]()
     settled = set[Expert]()  # with nothing computed again they fit
-    best_ns: float = math.inf
+    best_ns = than_ns
     for expert in every:
         why = _left_out(player, expert, best_ns, beyond, settled)
         why = why or ("left" if counts["played"] >= most else "")
         played = None if why else _played(player, expert, counts)
         counts[why or "played"] += 1
+        counts["of these below their bound"] += played is not None and played.step_ns < player.least_ns(expert)
         if played is not None and played.peak_bytes <= player.limit:
             fitting.append(played)
             settled |= {expert} if expert.recompute == "none" else set()
@@ -67,7 +71,9 @@ def best_of_grid(row: Row, graph: Graph, schedules: Sequence[str], most: int, be
                 print(f"  {best_ns / 1e9:.3f} s, {played.peak_bytes / 1e9:.1f} GB: {expert}", flush=True)
     fitting.sort(key=lambda one: one.step_ns)
     return {
-        "configurations": len(every), **counts, "fit": len(fitting), "limit_bytes": player.limit,
+        "configurations": len(every), "faster_than_ns": None if than_ns == math.inf else round(than_ns), **counts,
+        "fit": len(fitting), "limit_bytes": player.limit,
+        "profile": profile_told(row.mesh.profile), "date": date.today().isoformat(),
         "processor_s": round(time.process_time() - began, 1),
         "best": [
             {"expert": str(one.expert), "step_time_ns": one.step_ns, "peak_bytes": one.peak_bytes}
@@ -104,7 +110,14 @@ def searched(row: Row, graph: Graph, search: str) -> dict[str, Any]:
     return {
         "step_time_ns": plan.predicted.step_time_ns, "peak_bytes": plan.predicted.peak_bytes,
         "processor_s": round(time.process_time() - began, 1), "plan": _told(plan),
+        "profile": profile_told(row.mesh.profile), "date": date.today().isoformat(),
     }  # fmt: skip
+
+
+def _none(grid: dict[str, Any]) -> str:
+    """What is said of a grid of which nothing fits that was played."""
+    than_ns = grid.get("faster_than_ns")
+    return f"none below {than_ns / 1e9:.3f} s" if than_ns else "none fits"
 
 
 def _told(plan: Plan) -> str:
@@ -123,7 +136,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     said = ["| row | best of the grid | s | found | s | ratio | processor s |", "|---|---|---|---|---|---|---|"]
     for one in rows:
         best = one["grid"]["best"] if "grid" in one else []
-        nothing = ("none fits" if "grid" in one else "not played", "")
+        nothing = ("not played" if "grid" not in one else _none(one["grid"]), "")
         for search, found in one.get("searched", {}).items():
             ratio = f"{found['step_time_ns'] / best[0]['step_time_ns']:.3f}" if best else ""
             name, step = (best[0]["expert"], f"{best[0]['step_time_ns'] / 1e9:.3f}") if best else nothing
@@ -142,22 +155,32 @@ def main() -> None:
     parser.add_argument("--schedule", action="append", choices=SCHEDULES)
     parser.add_argument("--most", type=int, default=2000, help="configurations that are played of a row")
     parser.add_argument("--beyond", type=float, default=1.2, help="times the best that an estimate may be to be played")
+    parser.add_argument("--within", type=float, help="plays what may take so many times what the record has")
     parser.add_argument("--no-grid", action="store_true")
     parser.add_argument("--no-search", action="store_true")
     parser.add_argument("--output", type=Path, default=FILE)
     options = parser.parse_args()
     for name in options.row or ROWS:
         row, graph = ROWS[name], ROWS[name].graph()
-        print(name, flush=True)
+        print(f"{name} ({profile_told(row.mesh.profile)})", flush=True)
         found: dict[str, Any] = {}
         if not options.no_grid:
-            found["grid"] = best_of_grid(row, graph, options.schedule or [*SCHEDULES], options.most, options.beyond)
+            schedules = options.schedule or [*SCHEDULES]
+            than_ns = options.within * _known_ns(options.output, name) if options.within else math.inf
+            found["grid"] = best_of_grid(row, graph, schedules, options.most, options.beyond, than_ns)
             print(json.dumps(found["grid"], indent=1), flush=True)
             _write(options.output, name, found)
         for search in () if options.no_search else options.search or ("fast", "default"):
             found["searched"] = {search: searched(row, graph, search)}
             print(json.dumps(found["searched"]), flush=True)
             _write(options.output, name, found)
+
+
+def _known_ns(place: Path, name: str) -> float:
+    """The step of the best plan that the record has of a row."""
+    rows = json.loads(place.with_name(f"{place.name}.json").read_text())["rows"]
+    steps = (found["step_time_ns"] for one in rows if one["row"] == name for found in one["searched"].values())
+    return float(min(steps))
 
 
 def _write(place: Path, name: str, found: dict[str, Any]) -> None:

@@ -6,6 +6,8 @@ import json
 import textwrap
 from typing import Any
 
+from autopar.cost.profile import Profile, profile_to_json
+
 WIDTH = 110
 
 
@@ -24,7 +26,19 @@ def profile_text(data: Any, indent: str = "") -> str:
             filled = textwrap.wrap(rows, WIDTH - len(indent) - 2, break_long_words=False, break_on_hyphens=False)
             return "\n".join(["[", *(f"{indent}  {line}" for line in filled), f"{indent}]"]).replace("\0", " ")
         return _lines("[", [profile_text(item, indent + "  ") for item in data], "]", indent)
+    if isinstance(data, list) and data and isinstance(data[0], str) and len(" ".join(data)) > WIDTH:
+        return _lines("[", [_number(item) for item in data], "]", indent)
     return _row(data) if isinstance(data, list) else _number(data)
+
+
+def shipped_text(profile: Profile) -> str:
+    """The file of a profile, as those of cost_profiles/ are: links say only what they have."""
+    data = json.loads(json.dumps(profile_to_json(profile)))
+    data["links"] = [
+        {name: value for name, value in link.items() if value not in (None, 0, [])} for link in data["links"]
+    ]
+    empty = [name for name in ("host", "runtime", "waits", "tables", "call", "interference") if not data.get(name)]
+    return profile_text({name: value for name, value in data.items() if name not in empty}) + "\n"
 
 
 def _lines(opening: str, items: list[str], closing: str, indent: str) -> str:

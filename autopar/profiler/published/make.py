@@ -1,0 +1,60 @@
+"""A profile from a folder of published tables: blocks of operators anew, all else as in a profile of the same name.
+
+What a folder says nothing of stays what it was, with its source. A profile's GPU is known by the words of its name
+(`h100-80gb` is `H100-SXM5-80GB`); one that was measured by nobody is told like which it is (`like`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from autopar.cost.profile import Profile
+from autopar.errors import ProfileError
+from autopar.profiler.published.attention import attention_tables
+from autopar.profiler.published.carrying import carried, facts_of
+from autopar.profiler.published.collectives import gpus_of, with_collectives
+from autopar.profiler.published.products import product_tables
+from autopar.profiler.published.rows import Taken, everything, gpus_in
+
+
+def profile_from_folder(folder: Path, base: Profile, date: str, like: str = "", taken: Taken = everything) -> Profile:
+    """The profile `base` with what the folder's tables say of its GPU, or of the GPU `like` that it resembles, and with
+    the links and collectives of its own GPU, as far as tables have them.
+
+    taken: the shapes that are fitted to. Raises ProfileError where the folder knows no such GPU.
+    """
+    gpu = like or gpu_of(folder, base)
+    own = facts_of(gpu) if like else base.facts
+    products = product_tables(folder, gpu, own, date, taken)
+    tables = [*products, *attention_tables(folder, gpu, date, taken)]
+    if like:
+        tables = carried(tables, gpu, own, base.facts)
+    known = {table.family for table in tables}  # whose launch lies in their times
+    operators = {
+        name: replace(curve, call_ns=(0, 0)) if name in known else curve for name, curve in base.operators.items()
+    }
+    made = replace(base, operators=operators, tables={table.name: table for table in tables}, _shared={})
+    linked = [name for name in gpus_of(folder) if is_of(base, name)]
+    return with_collectives(made, folder, linked[0]) if linked else made
+
+
+def gpu_of(folder: Path, profile: Profile) -> str:
+    """The GPU of the folder's products whose name has all words of the profile's. Raises ProfileError."""
+    counts = gpus_in(folder, "gemm_*.csv", "gemm_*.csv.gz")
+    fitting = [gpu for gpu, _ in counts.most_common() if is_of(profile, gpu)]
+    if fitting:
+        return fitting[0]
+    raise ProfileError(
+        f"expected rows of a GPU like {profile.name!r} in {folder}, found {', '.join(sorted(counts)) or 'none'}; say "
+        "with --like which of them it resembles"
+    )
+
+
+def is_of(profile: Profile, gpu: str) -> bool:
+    """Whether a GPU of that name is the profile's."""
+    return _words(profile.name) <= _words(gpu)
+
+
+def _words(name: str) -> set[str]:
+    return set(name.lower().replace("_", "-").split("-"))

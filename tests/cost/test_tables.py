@@ -1,0 +1,138 @@
+"""Tables that know one dtype: which call stands where, how they are written, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autopar.cost import Profile, node_time_ns
+from autopar.cost.profile import profile_from_json, profile_to_json
+from autopar.cost.provenance import Provenance
+from autopar.cost.tables import Table, read_tables, write_table
+from autopar.errors import ProfileError
+from autopar.ir.graph import Node, Ref, Tensor
+from autopar.profiler import template_profile
+
+SOURCE = Provenance("published", "a test", "2026-11-26")
+AXES = ((16.0, 4096.0), (16.0, 4096.0), (16.0, 4096.0))
+ALONE = Table("NT bfloat16", AXES, (2000.0,) * 8, SOURCE, unit_ns=1e-6, least_ns=1500.0)  # 500 TFLOP/s
+FLASH = Table(
+    "flash causal forward bfloat16", ((1.0, 256.0), (64.0, 4096.0), (64.0, 128.0), (1.0, 8.0)),
+    (1000.0,) * 8 + (500.0,) * 8, SOURCE, unit_ns=1e-6,
+)  # fmt: skip
+
+
+def like(table: Table, name: str, times: float) -> Table:
+    return replace(table, name=name, like=table.name, times=times)
+
+
+def device(*tables: Table) -> Profile:
+    known = template_profile()
+    free = {name: replace(curve, call_ns=(0, 0)) for name, curve in known.operators.items()}
+    peaks = {"float32": 1e14, "bfloat16": 1e15, "float16": 1e15}
+    facts = replace(known.facts, memory_bandwidth=1e12, peak_flops=peaks)
+    return replace(known, facts=facts, operators=free, tables={table.name: table for table in tables}, _shared={})
+
+
+WHOLE = device(
+    ALONE, like(ALONE, "NN bfloat16", 2.0), like(ALONE, "TN bfloat16", 3.0), FLASH,
+    like(FLASH, "flash causal backward bfloat16", 2.5),
+)  # fmt: skip
+
+
+def times_of(
+    op: str, operands: list[tuple[int, ...]], result: tuple[int, ...], dtype: str = "bfloat16", **keywords: bool
+) -> tuple[int, int]:
+    names = "abc"[: len(operands)]
+    tensors = {name: Tensor(name, shape, dtype, True) for name, shape in zip(names, operands, strict=True)}
+    node = Node("y", f"aten.{op}.default", tuple(map(Ref, names)), tuple(keywords.items()), ("y",))
+    return node_time_ns(node, tuple(operands), (result,), {**tensors, "y": Tensor("y", result, dtype, True)}, WHOLE)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_layer_has_a_table_for_each_of_its_three_products(dtype: str) -> None:
+    """float16 has none of its own, and that of bfloat16."""
+    flops = 2 * 512 * 1024 * 2048
+    forward, backward = times_of("linear", [(2, 256, 2048), (1024, 2048)], (2, 256, 1024), dtype)
+    assert forward == pytest.approx(flops * 2e-3, abs=1)
+    assert backward == pytest.approx((2 + 3) * flops * 2e-3, abs=2)
+
+
+def test_a_dtype_that_is_slower_has_no_other_ones_table() -> None:
+    """As bfloat16 on a V100, which multiplies it without tensor cores."""
+    facts = replace(WHOLE.facts, peak_flops={"float32": 1e13, "bfloat16": 1e15, "float16": 1e13})
+    assert replace(WHOLE, facts=facts).alike("float16") == ("float16",)
+    assert WHOLE.alike("float16") == ("float16", "bfloat16") and WHOLE.alike("float32") == ("float32",)
+
+
+def test_no_kernel_takes_less_than_the_least_and_operands_come_from_memory_beside_the_grid() -> None:
+    assert times_of("linear", [(16, 16), (16, 16)], (16, 16))[0] == 1500
+    wide = 1 << 16
+    forward, _ = times_of("linear", [(1, wide), (wide, wide)], (1, wide))
+    assert forward >= 2 * wide * wide / 1e12 * 1e9, "a row of one is beside the grid"
+
+
+def test_batches_are_like_one_product_of_as_many_rows() -> None:
+    known = device(replace(ALONE, name="NN bfloat16", rates=(4000.0,) * 4 + (1000.0,) * 4))
+    few, many = ((batch, 16, 64) for batch in (1, 256))
+    node = Node("y", "aten.bmm.default", (Ref("a"), Ref("b")), (), ("y",))
+    found = []
+    for shape in (few, many):
+        operands = shape, (shape[0], 64, 256)
+        result = (*shape[:2], 256)
+        tensors = {name: Tensor(name, result, "bfloat16") for name in "aby"}
+        flops = 2 * math.prod(shape) * 256
+        found.append(node_time_ns(node, operands, (result,), tensors, known)[0] / flops)
+    assert found[1] == pytest.approx(1e-3, rel=0.01) and found[0] > 3 * found[1]
+
+
+def test_attention_stands_by_sequences_of_all_heads_length_width_and_sharing() -> None:
+    for batch, rate in ((1, None), (64, 500e-6)):
+        q, kv = (batch, 4, 512, 64), (batch, 2, 512, 64)
+        forward, backward = times_of("scaled_dot_product_attention", [q, kv, kv], q, is_causal=True)
+        flops = 2 * batch * 4 * 512 * 512 * 128 // 2
+        assert backward == pytest.approx(2.5 * forward, rel=1e-3)
+        if rate:
+            assert forward == pytest.approx(flops * rate, rel=1e-3)
+        else:
+            assert 500e-6 < forward / flops < 1000e-6
+    unmasked, _ = times_of("scaled_dot_product_attention", [q, kv, kv], q)
+    assert unmasked != 2 * forward, "no table knows it: by its family's curve"
+
+
+def test_large_tables_are_lines_of_text_and_others_name_what_they_are_like() -> None:
+    axes = tuple(tuple(float(2**n) for n in range(count)) for count in (20, 20, 20))
+    rates = tuple(float(f"{1 + n % 977 / 7:.3g}") for n in range(8000))
+    large = Table("NT bfloat16", axes, rates, SOURCE, 1e-6, 900.0, residuals={"all": (0.03, 0.1)})
+    known = device(large, like(large, "TN bfloat16", 1.25))
+    data: dict[str, Any] = json.loads(json.dumps(profile_to_json(known)))
+    first, second = data["tables"]
+    assert len(first["rates"]) == 400 and "rates" not in second and second["like"] == "NT bfloat16"
+    again = profile_from_json(data, "mine")
+    assert dict(again.tables) == dict(known.tables)
+    assert again.tables["TN bfloat16"].ns_per_flop((3, 5, 7)) == 1.25 * large.ns_per_flop((3, 5, 7))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"like": "nothing"}, "expected to be like a table above, found 'nothing'"),
+        ({"rates": ["1 2 three"], "axes": [[1.0], [1.0], [1.0, 2.0, 3.0]]}, "expected lines of rates, found"),
+        ({"rates": ["1 -2"], "axes": [[1.0], [1.0], [1.0, 2.0]]}, "expected rates above 0"),
+        ({"rates": ["1 2 3"]}, "expected a rate for each vertex, found 3"),
+        ({"axes": [[1.0, 2.0], [1.0, 2.0, 3.0, 4.0]]}, "expected a grid of other dims, found 2"),
+    ],
+)
+def test_a_malformed_table_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProfileError, match=f"mine: NT bfloat16: {message}"):
+        read_tables([{**write_table(ALONE), **change}], "mine")
+
+
+def test_a_slower_device_is_slower_in_all() -> None:
+    slow = ALONE.slowed(3.0)
+    assert slow.kernel_ns((512, 512, 512), 1e9) == pytest.approx(3 * ALONE.kernel_ns((512, 512, 512), 1e9))
+    assert slow.kernel_ns((16, 16, 16), 1) == 4500
