@@ -8,6 +8,7 @@ bytes: operands that must be copied first, biases whose gradient is a sum of col
 | x (m, k) · Wᵀ (n, k) | NT (m, n, k)       | NN (m, k, n) to x, TN (n, k, m) to W |
 | a (m, k) · b (k, n) | NN (m, n, k)       | NT (m, k, n) to a, TN (k, n, m) to b |
 | batches of these    | batched (m, n, k)  | batched (m, k, n), batched (k, n, m) |
+| experts' products   | NN (m, n, k) each  | NT (m, k, n), TN (k, n, m) each |
 | attention           | by (length, width) | by the same |
 | convolution         | by (channels, filters, size, batch), 1×1 and 3×3 | by the same, to the input and to the weight |
 | strided convolution | by (channels, filters, size) | by the same |
@@ -29,7 +30,7 @@ from typing import NamedTuple
 
 from autopar.cost.tables import Table
 from autopar.ops.table import operator
-from autopar.ops.work import TRANSPOSED_CONVOLUTION, Product, WorkKey
+from autopar.ops.work import EXPERTS, GROUPED, TRANSPOSED_CONVOLUTION, Product, WorkKey
 
 
 class Kernel(NamedTuple):
@@ -42,6 +43,7 @@ class Kernel(NamedTuple):
     coordinates: tuple[float, ...]
     flops: float
     typed: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    repeats: int = 1  # kernels of that shape, one after the other
 
 
 class Found(NamedTuple):
@@ -52,10 +54,11 @@ class Found(NamedTuple):
     flops: float
     is_typed: bool
     is_inside: bool
+    repeats: int = 1
 
     @property
     def duration_ns(self) -> float:
-        return self.table.kernel_ns(self.coordinates, self.flops)
+        return self.repeats * self.table.kernel_ns(self.coordinates, self.flops)
 
 
 class Kernels(NamedTuple):
@@ -73,6 +76,9 @@ def forward_kernels(call: WorkKey) -> Kernels | None:
         return Kernels((_attention(call, "forward", kind.forward_flops(call)),))
     if kind.family == "convolution":
         return Kernels((_convolution(call, "forward"),))
+    experts = _experts(call)
+    if experts:
+        return Kernels(tuple(_group("NN", count, m, n, k) for count, m, n, k in experts))
     product = kind.product(call) if kind.product else None
     if product is None:
         return None
@@ -88,6 +94,10 @@ def backward_kernels(call: WorkKey) -> Kernels | None:
     if kind.family == "convolution":
         sides = zip(("input", "weight"), call.differentiable, strict=False)
         return Kernels(tuple(_convolution(call, side) for side, wanted in sides if wanted), 0, _biases(call, 2))
+    experts = _experts(call)
+    if experts:
+        inputs = [_group("NT", count, m, k, n) for count, m, n, k in experts]
+        return Kernels((*inputs, *(_group("TN", count, k, n, m) for count, m, n, k in experts)))
     product = kind.product(call) if kind.product else None
     return None if product is None else _product_gradients(call, product)
 
@@ -103,7 +113,8 @@ def _found(kernel: Kernel, dtypes: Sequence[str], tables: Mapping[str, Table]) -
         for number, (name, coordinates) in enumerate(kernel.typed):
             table = tables.get(f"{name} {known}")
             if table is not None:
-                return Found(table, coordinates, kernel.flops, True, number == 0 and table.holds(coordinates))
+                is_inside = number == 0 and kernel.repeats == 1 and table.holds(coordinates)
+                return Found(table, coordinates, kernel.flops, True, is_inside, kernel.repeats)
     plain = tables.get(kernel.table)
     return Found(plain, kernel.coordinates, kernel.flops, False, False) if plain else None
 
@@ -131,6 +142,26 @@ def _product(batch: int, layout: str, m: int, n: int, k: int) -> Kernel:
     alone = (layout, (batch * m, n, k))
     typed = (alone,) if batch == 1 else (("batched", (m, n, k)), alone)
     return Kernel("batched" if batch > 1 else layout, (m, n, k), 2.0 * batch * m * n * k, typed)
+
+
+def _experts(call: WorkKey) -> list[tuple[int, float, int, int]]:
+    """(experts, rows of each, features, width) of the products of routed or grouped experts; none of other calls.
+
+    Rows are taken to be spread evenly.
+    """
+    kind, shapes = operator(call.op).work, call.operand_shapes
+    if kind is EXPERTS:
+        rows = math.prod(shapes[1]) / int(call.detail or shapes[3][0])
+        return [(count, rows, features, width) for count, width, features in shapes[3:5]]
+    if kind is GROUPED and len(shapes[0]) == 2 and len(shapes[1]) == 3:
+        count, width, features = shapes[1]
+        return [(count, shapes[0][0] / count, features, width)]
+    return []
+
+
+def _group(layout: str, count: int, m: float, n: float, k: float) -> Kernel:
+    """No table without a dtype knows these."""
+    return Kernel("experts", (m, n, k), 2.0 * m * n * k, ((layout, (m, n, k)),), count)
 
 
 def _attention(call: WorkKey, direction: str, flops: int) -> Kernel:

@@ -62,7 +62,8 @@ def with_constants(profile: Profile, constants: Mapping[str, float], source: str
     )
     operators = {family: _curve(old, constants, provenance) for family, old in profile.operators.items()}
     links = {**profile.links, "inter_node": far}
-    return replace(profile, host=host, links=links, operators=operators, tables={}, _shared={})
+    facts = replace(profile.facts, sustained_clock=1.0)  # the curve is of whole iterations, and no burst
+    return replace(profile, facts=facts, host=host, links=links, operators=operators, tables={}, _shared={})
 
 
 def _curve(old: OperatorCurve, constants: Mapping[str, float], provenance: Provenance) -> OperatorCurve:
@@ -83,7 +84,9 @@ def _saturating(works: tuple[float, ...], most: float, half: float) -> Curve:
 def measured_system(profile: Profile, path: Path = SOFTWARE) -> Profile:
     """The profile, with what launching costs the software that was measured."""
     software = json.loads(path.read_text(encoding="utf-8"))
-    return profile_from_json({**_without_defaults(profile_to_json(profile)), "tables": [], **software}, str(path))
+    data = {**_without_defaults(profile_to_json(profile)), "tables": [], **software}
+    data["facts"]["sustained_clock"] = 1.0  # the curve of products is of whole iterations, and no burst
+    return profile_from_json(data, str(path))
 
 
 def shipped_constants(profile: Profile) -> dict[str, float]:
@@ -118,7 +121,7 @@ def write_constants(path: Path, constants: Mapping[str, float], rows: str) -> No
         "github.com/VIA-Research/vTrain (MIT), by benchmarks/accuracy/published.py; 4 of them are the host's and stay "
         "with that software"
     )
-    made = replace(with_constants(profile, constants, source), tables=profile.tables)
+    made = replace(with_constants(profile, constants, source), facts=profile.facts, tables=profile.tables)
     data: dict[str, Any] = _without_defaults(profile_to_json(made))
     software = {"host": data.pop("host")}
     path.write_text(profile_text(data) + "\n", encoding="utf-8")

@@ -121,11 +121,35 @@ def _trained_attention(row: Row) -> Case | None:
     return Case(family, "", shape, node, (q, k, v), (*q[:3], values), direction=direction, **_measured(row))
 
 
+#: operators that move bytes and compute little: (name in aten, number of operands)
+MOVING = {
+    **{op: (f"{op}.Tensor", 2) for op in ("add", "mul", "div")}, "gelu": ("gelu.default", 1),
+    "relu": ("relu.default", 1), "tanh": ("tanh.default", 1), "softmax": ("_softmax.default", 1),
+    "layer_norm": ("layer_norm.default", 1), "rms_norm": ("rms_norm.default", 1),
+}  # fmt: skip
+MOVING_NODES = {
+    op: Node("y", f"aten.{name}", tuple(Ref(x) for x in "ab"[:count]), (), ("y",))
+    for op, (name, count) in MOVING.items()
+}
+
+
+def _moving(row: Row) -> Case | None:
+    """Of those that float32 tables have, the small ones time the launch from the host: their class says so."""
+    if row["op"] not in MOVING or row["pass"] != "forward":
+        return None
+    shape, count = shape_of(row, ("rows", "cols")), MOVING[row["op"]][1]
+    is_large = shape[0] * shape[1] * DTYPE_BYTES[row["dtype"]] >= 1 << 25
+    size = "of 32 MiB or more" if is_large else "less"
+    node = MOVING_NODES[row["op"]]
+    return Case(f"memory-bound, {row['op']}", size, shape, node, (shape,) * count, shape, **_measured(row))
+
+
 #: what a row's columns say it is
 READERS: tuple[tuple[set[str], Callable[[Row], Case | None]], ...] = (
     ({"role", "layout", *SIZES}, _trained_product),
     ({"pass", "qk_head_dim"}, _trained_attention),
     ({*ATTENTION, "kernel"}, _attention),
+    ({"op", "rows", "cols"}, _moving),
     (set(SIZES), _product),
 )
 

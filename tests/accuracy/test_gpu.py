@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from autopar.cost.memory import SEGMENT_BYTES, outside_bytes, reserved_bytes
 from autopar.trace import trace
 from benchmarks.accuracy.gpu import decoder
 from benchmarks.accuracy.gpu.__main__ import main
 from benchmarks.accuracy.gpu.plans import TRACED_LENGTH, of_length, stage_layers
 from benchmarks.accuracy.gpu.predictions import Predicted
 from benchmarks.accuracy.gpu.rows import Row, Sizes, read_rows
-from benchmarks.accuracy.gpu.scores import fast_runs, regret, spearman, summary
+from benchmarks.accuracy.gpu.scores import fast_runs, of_grid, regret, spearman, summary
 from benchmarks.accuracy.gpu.softwares import by_threshold, read_softwares, software_of, write_softwares
 
 PLAIN = {
@@ -49,6 +50,8 @@ def training_csv(path: Path, *changes: dict[str, str]) -> Path:
         ({"dp_sharding": "per stage (weights,grads,optimizer): [[0, 0, 1], [0, 0, 1]]"}, "zero", 1),
         ({"recompute": "full/uniform/1"}, "recompute", "full"),
         ({"recompute": "not stated"}, "recompute", "none"),
+        ({"recompute": "full, 5 layers a stage"}, "again", (5,)),
+        ({"recompute": "checkpointed layers a stage [2, 0]"}, "again", (2, 0)),
         ({"precision": "amp_bf16"}, "precision", "bf16"),
         ({"precision": "fp8 (per-tensor current scaling)"}, "precision", "fp8"),
         ({"other_settings": "layers a stage [3, 5]", "pp": "2", "dp": "1"}, "layers", (3, 5)),
@@ -67,7 +70,7 @@ def test_what_columns_say(tmp_path: Path, change: dict[str, str], field: str, va
         ({"micro_batch": ""}, "micro_batch"),
         ({"tp": "1/2"}, "tp: expected one number"),
         ({"dp_sharding": "a new kind"}, "dp_sharding"),
-        ({"recompute": "full, 5 layers a stage"}, "recompute"),
+        ({"recompute": "per operator"}, "recompute"),
         ({"gpus": "4"}, "4 GPUs are not dp × tp × pp × cp"),
         ({"global_batch": "7"}, "not of whole micro batches"),
         ({"offload": "ratios 0.5"}, "offload"),
@@ -82,12 +85,13 @@ def test_rows_are_predicted_or_listed(tmp_path: Path) -> None:
     rows = training_csv(
         tmp_path / "rows.csv", {"id": "known"}, {"id": "framework", "framework": "a software of its own"},
         {"id": "gpu", "gpu": "MI300X"}, {"id": "cp", "cp": "2", "dp": "1"},
+        {"id": "again", "recompute": "full, 1 layers a stage"},
         {"id": "tp", "tp": "2", "dp": "1", "sequence_parallel": "1.0", "dp_sharding": "ddp"},
     )  # fmt: skip
     assert main([str(rows), "--output", str(tmp_path / "out.json")]) == 0
     written = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     columns, *known = written["rows"]
-    assert {row[0] for row in known} == {"known", "framework", "tp"}
+    assert {row[0] for row in known} == {"known", "framework", "again", "tp"}
     assert all(row[columns.index("predicted_s")] > 0 and row[columns.index("predicted_GB")] > 0 for row in known)
     reasons = {name: reason for name, _, reason in written["not_predicted"]}
     assert "no profile is shipped of MI300X" in reasons["gpu"]
@@ -150,14 +154,28 @@ def test_figures_of_a_few_runs() -> None:
     assert figures["spearman"] == 1.0
 
 
-def test_regret_is_of_plans_that_are_said_to_fit() -> None:
-    runs = [predicted(1.0, 3.0), predicted(2.0, 2.0), predicted(0.5, 9.0, fits=False), predicted(0.1, 1.0, zero=0)]
+def test_regret_is_of_plans_that_are_not_said_to_be_tight() -> None:
+    runs = [predicted(1.0, 3.0), predicted(2.0, 2.0), predicted(0.5, 9.0, is_tight=True), predicted(0.1, 1.0, zero=0)]
     assert regret(runs) == pytest.approx(0.5)  # the first is taken; of the last, ZeRO-0 is not asked
+
+
+def test_a_grid_of_few_runs_has_figures_where_there_are_any() -> None:
+    figures = of_grid([predicted(1.1, 1.0), predicted(0.1, None, fits=False)])
+    assert figures["cells"] == 1
+    assert math.isnan(figures["worst mape"])  # of cells of ten runs or more there is none
+    assert figures["said to fit of these"] == 0
 
 
 def test_ties_share_their_rank() -> None:
     assert spearman([1, 1, 2], [1, 2, 3]) == pytest.approx(math.sqrt(3) / 2)
     assert math.isnan(spearman([1], [1]))
+
+
+def test_a_device_holds_whole_segments_and_more_than_is_allocated() -> None:
+    for allocated in (1, SEGMENT_BYTES, 10**9 + 7, 7 * 10**10):
+        assert reserved_bytes(allocated) % SEGMENT_BYTES == 0
+        assert reserved_bytes(allocated) > allocated
+    assert outside_bytes(3) > outside_bytes(0) > 0
 
 
 # Kernels of the decoder ----------------------------------------

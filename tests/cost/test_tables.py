@@ -90,6 +90,22 @@ def test_batches_are_like_one_product_of_as_many_rows() -> None:
     assert found[1] == pytest.approx(1e-3, rel=0.01) and found[0] > 3 * found[1]
 
 
+def test_experts_are_a_product_each_of_their_share_of_the_rows() -> None:
+    """Eight experts of which four are here: 512 choices are 64 rows each."""
+    tokens, width, hidden = 256, 512, 1024
+    shapes = (tokens, width), (tokens, 2), (tokens, 2), (4, width, hidden), (4, hidden, width)
+    names = ("x", "ids", "weights", "up", "down")
+    node = Node("y", "autopar.routed_experts.default", (*map(Ref, names), "silu", False, 8), (), ("y",))
+    tensors = {name: Tensor(name, (1,), "int64" if name == "ids" else "bfloat16", name != "ids") for name in names}
+    tensors["y"] = Tensor("y", (1,), "bfloat16", True)
+    slow = like(ALONE, "NN bfloat16", 20.0)
+    known = device(ALONE, slow, like(ALONE, "TN bfloat16", 30.0))
+    forward, backward = node_time_ns(node, shapes, (shapes[0],), tensors, known)
+    flops = 2 * 4 * 64 * width * hidden * 2
+    assert forward == pytest.approx(20 * flops * 2e-3, rel=1e-3)
+    assert backward == pytest.approx((1 + 30) * flops * 2e-3, rel=1e-3)
+
+
 def test_attention_stands_by_sequences_of_all_heads_length_width_and_sharing() -> None:
     for batch, rate in ((1, None), (64, 500e-6)):
         q, kv = (batch, 4, 512, 64), (batch, 2, 512, 64)

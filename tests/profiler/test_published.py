@@ -145,6 +145,23 @@ def test_attention_is_met_and_what_has_no_mask_is_as_a_causal_one_of_as_many_ope
     assert unmasked == pytest.approx(table.ns_per_flop((64, 4096 * 2**0.5, 128, 1)), rel=0.03)
 
 
+def test_collectives_of_the_folder_take_the_place_of_those_for_the_same_groups(folder: Path, tmp_path: Path) -> None:
+    """And groups that were not measured stay what they were."""
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    rows = [
+        {"gpu": "A100-SXM4-80GB", "link": "NVLink3", "op": "all_reduce", "gpus": 2, "nodes": 1, "dtype": "float16",
+         "message_bytes": 1 << power, "time_us": 10 + 2**power / 1e5, "software": "nccl-tests"}
+        for power in range(10, 31)
+    ]  # fmt: skip
+    written(tmp_path, "collectives.csv.gz", rows)
+    base = load_profile(PROFILES["a100"])
+    known = profile_from_folder(tmp_path, base, DATE).collectives
+    two, eight = ("all_reduce", "intra_node", 2), ("all_reduce", "intra_node", 8)
+    assert known[two] != base.collectives[two] and known[two].points[-1][0] == 1 << 30
+    assert known[eight] == base.collectives[eight]
+
+
 def test_software_whose_figures_cannot_be_is_left_out(folder: Path) -> None:
     known = profile_from_folder(folder, load_profile(PROFILES["a100"]), DATE).tables["NT bfloat16"]
     assert known.kernel_ns((4096,) * 3, 2 * 4096**3) == pytest.approx(2000 * product_us(4096, 4096, 4096), rel=0.01)

@@ -1,4 +1,4 @@
-"""A profile from a folder of published tables: blocks of operators anew, all else as in a profile of the same name.
+"""A profile from a folder of published tables: blocks of operators, and of collectives inside a node, anew.
 
 What a folder says nothing of stays what it was, with its source. A profile's GPU is known by the words of its name
 (`h100-80gb` is `H100-SXM5-80GB`); one that was measured by nobody is told like which it is (`like`).

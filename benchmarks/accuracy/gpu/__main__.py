@@ -1,10 +1,15 @@
 """Predicted beside measured training iterations of GPUs, whole steps and peaks of memory.
 
-    python -m benchmarks.accuracy.gpu FILES… [--models CSV] [--source S] [--output FILE]
+    python -m benchmarks.accuracy.gpu FILES… [--models CSV] [--source S] [--every N] [--cross-validate] [--fit ROUNDS]
+        [--output FILE]
 
 FILES: CSVs of measured configurations (`rows`), plain or gzipped. Each row becomes the plan that `template_plan` makes
 of it, on the model as its software computes it (`decoder`), and is simulated with the shipped profile of its GPU joined
 by its software's facts (`softwares`). Rows that cannot be expressed are listed with the reason.
+
+--fit goes on from the shipped constants (`fitting`), fits them to the rows whose time is known (of a grid, to runs that
+reach half of their cell's best), and writes softwares.json and the clocks in cost_profiles. --cross-validate fits
+without the rows of each model in turn, and reports the errors of these.
 
 Printed and written to --output: of each source the mean absolute error (MAPE), the median signed error, the worst, the
 rank correlation and the memory's error; of a grid of plans the same for each cell, with the regret of the plan that is
@@ -14,15 +19,23 @@ predicted fastest, and what was said of the memory of runs that finished and of 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from autopar.cost import Profile
+from benchmarks.accuracy.gpu.fitting import cross_validated, fit
 from benchmarks.accuracy.gpu.plans import profiles_of
-from benchmarks.accuracy.gpu.predictions import Predicted, planned, predict
+from benchmarks.accuracy.gpu.predictions import Planned, Predicted, planned, predict
 from benchmarks.accuracy.gpu.reports import printed, written
 from benchmarks.accuracy.gpu.rows import Row, read_rows
-from benchmarks.accuracy.gpu.softwares import read_softwares
+from benchmarks.accuracy.gpu.scores import fast_runs
+from benchmarks.accuracy.gpu.softwares import Software, read_softwares, write_softwares
+
+PROFILES = Path(__file__).parents[3] / "cost_profiles"
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -31,6 +44,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", type=Path, help="sizes of the models; by default models.csv beside each file")
     parser.add_argument("--source", default="", help="only rows whose source has this in its name")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th row of each file")
+    parser.add_argument("--fit", type=int, default=0, metavar="ROUNDS", help="fit the constants and write them")
+    parser.add_argument("--cross-validate", action="store_true", help="leave out each model in turn")
     parser.add_argument("--output", type=Path, help="a file for every row as JSON")
     options = parser.parse_args(arguments)
     if options.output and options.output.is_dir():
@@ -52,13 +67,53 @@ def main(arguments: list[str] | None = None) -> int:
     options, started = _options(arguments), time.process_time()
     softwares, rows = read_softwares(), rows_of(options)
     profiles = profiles_of(rows)
-    predictions: list[Predicted] = [predict(item, softwares, profiles) for item in planned(rows, softwares)]
+    items: Iterable[Planned] = planned(rows, softwares)
+    left_out: dict[str, float] = {}
+    if options.fit or options.cross_validate:
+        items = list(items)
+        chosen = worth_fitting(items)
+        if options.fit:
+            softwares, profiles = fit(chosen, softwares, profiles, options.fit, f"{len(chosen)} rows")
+            write_constants(softwares, profiles)
+        left_out = cross_validated(chosen, softwares, profiles) if options.cross_validate else {}
+    predictions = [predict(item, softwares, profiles) for item in items]
     seconds = round(time.process_time() - started)
-    print(printed(predictions, seconds))
+    print(printed(predictions, left_out, seconds))
     if options.output:
-        command = " ".join(path.name for path in options.csv)
-        options.output.write_text(written(predictions, command, seconds), encoding="utf-8")
+        command = " ".join([*(path.name for path in options.csv), *_flags(options)])
+        options.output.write_text(written(predictions, left_out, command, seconds), encoding="utf-8")
     return 0
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    given = {"--source": options.source, "--every": options.every if options.every > 1 else ""}
+    found = [f"{name} {value}" for name, value in given.items() if value]
+    return [*found, *(["--cross-validate"] if options.cross_validate else [])]
+
+
+def worth_fitting(items: Iterable[Planned]) -> list[Planned]:
+    """Those whose time is known; of a grid's cell the runs that reach half of its best."""
+    known = [item for item in items if item.plan is not None and item.row.measured_s]
+    fast = {(item.row.source, item.row.id) for item in fast_runs(Predicted(item.row) for item in known)}
+    return [item for item in known if not item.row.cell or (item.row.source, item.row.id) in fast]
+
+
+def write_constants(softwares: tuple[Software, ...], profiles: Mapping[str, Profile]) -> None:
+    """Writes softwares.json, and each device's sustained clock into its profile."""
+    write_softwares(softwares)
+    for path in sorted(PROFILES.glob("*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        profile = profiles.get(data.get("name", "")) or next(
+            (profiles[alias] for alias in data.get("aliases", ()) if alias in profiles), None
+        )
+        if profile is not None:
+            write_clock(path, profile.facts.sustained_clock)
+
+
+def write_clock(path: Path, clock: float) -> None:
+    """Writes one number of a profile's facts, and leaves the rest of the file as it is."""
+    text = re.sub(r',\n *"sustained_clock": [\d.]+', "", path.read_text(encoding="utf-8"))
+    path.write_text(re.sub(r'("overlap_slowdown": [\d.]+)', rf'\1,\n    "sustained_clock": {clock}', text, count=1))
 
 
 if __name__ == "__main__":

@@ -23,14 +23,23 @@ import numpy as np
 from autopar.cost import Profile
 from autopar.cost.profile import Host, Provenance
 from benchmarks.accuracy.fitting import Array, gauss_newton_step
-from benchmarks.accuracy.gpu.softwares import Software
+from benchmarks.accuracy.gpu.plans import profile_name
+from benchmarks.accuracy.gpu.predictions import Planned, predict
+from benchmarks.accuracy.gpu.softwares import Software, software_of
 
-HOST = {"operator_ns": 10e3, "gradient_ns": 5e3, "collective_ns": 20e3, "pass_ns": 200e3}
+HOST = {"operator_ns": 40e3, "gradient_ns": 20e3, "collective_ns": 50e3, "pass_ns": 1e6}
 STEP_NS = 50e6
-FAMILIES = {"optimizer": 1.5, "cross_entropy": 1.0, "pointwise": 1.0, "normalization": 1.0}
+FAMILIES = {
+    "matmul": 1.0,
+    "attention": 1.2,
+    "optimizer": 1.5,
+    "cross_entropy": 1.5,
+    "pointwise": 1.2,
+    "normalization": 1.2,
+}
 PRIORS = {**HOST, "step_ns": STEP_NS, **FAMILIES}
 CLOCK = 0.9
-STEP = 0.02  # of a constant's logarithm, for derivatives
+STEP = 0.05  # of a constant's logarithm, for derivatives
 
 
 class Constant(NamedTuple):
@@ -100,3 +109,78 @@ def stepped(logs: Array, errors: Array, slopes: Array, constants: Sequence[Const
     moved: Array = logs + gauss_newton_step(errors, slopes, logs - prior)
     limited: Array = np.clip(moved, prior - np.log(10), prior + np.log(10))
     return limited
+
+
+# Steps ----------------------------------------
+
+
+def fit(
+    items: Sequence[Planned], softwares: tuple[Software, ...], profiles: Mapping[str, Profile], rounds: int, source: str
+) -> tuple[tuple[Software, ...], dict[str, Profile]]:
+    """Softwares and profiles whose constants fit measured rows, from those given on."""
+    constants = constants_for(items, softwares)
+    logs = values_of(constants, softwares, profiles)
+    for number in range(rounds):
+        errors, slopes = jacobian(constants, logs, items, softwares, profiles)
+        print(f"round {number + 1}: mean error before {np.mean(np.abs(np.expm1(errors))):.2%}", flush=True)
+        logs = stepped(logs, errors, slopes, constants)
+    return with_values(constants, logs, softwares, profiles, source)
+
+
+def cross_validated(
+    items: Sequence[Planned], softwares: tuple[Software, ...], profiles: Mapping[str, Profile]
+) -> dict[str, float]:
+    """Relative errors of measured rows by their ids, each under constants fitted without the rows of its model.
+
+    To first order: errors and derivatives are those at the given constants; a fit is one damped step from there.
+    """
+    constants = constants_for(items, softwares)
+    logs = values_of(constants, softwares, profiles)
+    errors, slopes = jacobian(constants, logs, items, softwares, profiles)
+    models = np.array([item.row.model for item in items])
+    found = {}
+    for model in sorted(set(models)):
+        others = models != model
+        moved = stepped(logs, errors[others], slopes[others], constants) - logs
+        own = np.expm1(errors[~others] + slopes[~others] @ moved)
+        held = (item for item, is_other in zip(items, others, strict=True) if not is_other)
+        found |= {item.row.id: float(value) for item, value in zip(held, own, strict=True)}
+    return found
+
+
+def constants_for(items: Sequence[Planned], softwares: tuple[Software, ...]) -> list[Constant]:
+    """What these rows depend on."""
+    names = sorted({software_of(item.row.framework, softwares).name for item in items})
+    return constants_of(names, sorted({profile_name(item.row.gpu) for item in items}))
+
+
+def jacobian(
+    constants: Sequence[Constant], logs: Array, items: Sequence[Planned], softwares: tuple[Software, ...],
+    profiles: Mapping[str, Profile],
+) -> tuple[Array, Array]:  # fmt: skip
+    """Errors at these constants (rows), and their derivatives by the constants' logarithms (rows, constants)."""
+    errors = log_errors(items, *with_values(constants, logs, softwares, profiles, ""))
+    slopes = [_slope(constants, logs, place, items, errors, softwares, profiles) for place in range(len(constants))]
+    return errors, np.stack(slopes, axis=1)
+
+
+def log_errors(items: Sequence[Planned], softwares: tuple[Software, ...], profiles: Mapping[str, Profile]) -> Array:
+    """Logarithm of predicted over measured."""
+    times = [predict(item, softwares, profiles).seconds / (item.row.measured_s or 1.0) for item in items]
+    return np.log(times)
+
+
+def _slope(
+    constants: Sequence[Constant], logs: Array, place: int, items: Sequence[Planned], errors: Array,
+    softwares: tuple[Software, ...], profiles: Mapping[str, Profile],
+) -> Array:  # fmt: skip
+    """Of the errors by one constant's logarithm: of rows of other softwares and devices none."""
+    owner = constants[place].owner
+    moved = with_values(constants, logs + STEP * np.eye(len(logs))[place], softwares, profiles, "")
+    own = [
+        number for number, item in enumerate(items)
+        if owner in (profile_name(item.row.gpu), software_of(item.row.framework, softwares).name)
+    ]  # fmt: skip
+    found = np.zeros(len(items))
+    found[own] = (log_errors([items[number] for number in own], *moved) - errors[own]) / STEP
+    return found

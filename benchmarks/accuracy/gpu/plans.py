@@ -171,6 +171,16 @@ def gathered_again(graph: Graph, norms: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(operator_call(node) for node in graph.nodes if node.scope.module.endswith(norms) and "norm" in node.op)
 
 
+def layers_again(plan: Plan, graph: Graph, counts: tuple[int, ...]) -> tuple[str, ...]:
+    """The paths of so many layers of each stage (one number: of all stages), the first ones."""
+    stages = len(plan.stages)
+    wanted, found = (counts if len(counts) == stages else counts[:1] * stages), list[str]()
+    for stage, count in zip(plan.stages, wanted, strict=True):
+        modules = (".".join(graph.node_by_name[name].scope.module.split(".")[:2]) for name in stage.nodes)
+        found += [path for path in dict.fromkeys(modules) if path.startswith("layers.")][:count]
+    return tuple(found)
+
+
 def plan_of(graph: Graph, row: Row, software: Software) -> tuple[Graph, Plan]:
     """The graph of one microbatch, and the row's plan on it. Raises AutoparError where it cannot be expressed."""
     per_node = NVLINK_DOMAIN if row.gpu.startswith("GB") else row.per_node
@@ -186,6 +196,8 @@ def plan_of(graph: Graph, row: Row, software: Software) -> tuple[Graph, Plan]:
         constraints=decoder.constraints(row.tp, row.sequence_parallel),
     )  # fmt: skip
     part = divided_graph(graph, row.microbatches)
-    if software.regathers and row.sequence_parallel and row.tp > 1 and row.recompute == "none":
+    if row.again:
+        plan = replace(plan, recompute=layers_again(plan, part, row.again))
+    if software.regathers and row.sequence_parallel and row.tp > 1 and plan.recompute == ():
         plan = replace(plan, recompute=gathered_again(part, software.regathers))
     return part, plan

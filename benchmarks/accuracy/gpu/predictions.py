@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost import Profile
+from autopar.cost.memory import TIGHT_SHARE, outside_bytes, reserved_bytes
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.placement import local_shape
@@ -19,6 +20,7 @@ from benchmarks.accuracy.gpu.rows import Row
 from benchmarks.accuracy.gpu.softwares import Software, software_of
 
 FLOAT32_BYTES = 4
+FLOAT8, BFLOAT16 = "float8_e4m3fn", "bfloat16"  # in the names of tables
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,14 @@ class Planned:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What is predicted of a row; or why nothing is. reserved_bytes: what the device has given at the peak."""
+    """What is predicted of a row; or why nothing is. reserved_bytes: what the allocator holds at the peak; is_tight: it
+    is so much that the allocator would free and ask again, step after step."""
 
     row: Row
     seconds: float = 0.0
     reserved_bytes: float = 0.0
     fits: bool = True
+    is_tight: bool = False
     reason: str = ""
 
 
@@ -64,12 +68,14 @@ def predict(item: Planned, softwares: tuple[Software, ...], profiles: Mapping[st
     if item.graph is None or item.plan is None:
         return Predicted(row, reason=item.reason)
     software = software_of(row.framework, softwares)
-    profile = used_profile(profiles[profile_name(row.gpu)], software)
+    profile = used_profile(profiles[profile_name(row.gpu)], software, row.precision, row.network)
     timeline = simulate(item.graph, item.plan, profile, sums_early=row.zero not in software.late_sums)
     late = late_gathers_ns(timeline) if row.zero in software.late_gathers else 0
-    memory = allocated_bytes(item, software, timeline)
+    reserved = reserved_bytes(allocated_bytes(item, software, timeline))
+    taken = reserved + outside_bytes(sum(count > 1 for count in (row.dp, row.tp, row.pp)))
+    share = taken / profile.facts.capacity_bytes
     return Predicted(
-        row, (timeline.step_time_ns + late + software.step_ns) / 1e9, memory, memory <= profile.facts.capacity_bytes
+        row, (timeline.step_time_ns + late + software.step_ns) / 1e9, reserved, share <= 1, share > TIGHT_SHARE
     )
 
 
@@ -110,15 +116,24 @@ def sums_bytes(graph: Graph, plan: Plan, rank: int) -> int:
     return found * FLOAT32_BYTES
 
 
-_profiles: dict[tuple[int, int], tuple[Profile, Software, Profile]] = {}
+_profiles: dict[tuple[int, int, str, str], tuple[Profile, Software, Profile]] = {}
 
 
-def used_profile(profile: Profile, software: Software) -> Profile:
-    """The same one for the same two, since costs are remembered by profile."""
-    known = _profiles.get((id(profile), id(software)))
-    if known is None:
-        known = _profiles[id(profile), id(software)] = profile, software, software.on(profile)
-    return known[2]
+def used_profile(profile: Profile, software: Software, precision: str, network: str) -> Profile:
+    """The same one for the same four, since costs are remembered by profile."""
+    key = id(profile), id(software), precision, network
+    if key not in _profiles:
+        used = software.on(profile.on(network) or profile)
+        _profiles[key] = profile, software, with_float8(used) if precision == "fp8" else used
+    return _profiles[key][2]
+
+
+def with_float8(profile: Profile) -> Profile:
+    """Products of bfloat16 take as long as those of float8 do: plans have no such precision, and softwares that train
+    in it keep everything but products in bfloat16. That the head stays in bfloat16 is left out."""
+    eighth = {name.replace(FLOAT8, BFLOAT16): table for name, table in profile.tables.items() if FLOAT8 in name}
+    renamed = {name: replace(table, name=name) for name, table in eighth.items() if name in profile.tables}
+    return replace(profile, tables={**profile.tables, **renamed}, _shared={})
 
 
 def progress(text: str) -> None:

@@ -11,16 +11,18 @@ from typing import Any
 
 from autopar.profiler.text import profile_text
 from benchmarks.accuracy.gpu.predictions import Predicted
-from benchmarks.accuracy.gpu.scores import Figures, by_cell, by_source, error, of_grid, scored
+from benchmarks.accuracy.gpu.scores import Figures, by_cell, by_source, by_source_left_out, error, of_grid, scored
 
 GB = 10**9
 COUNTS = ("rows", "memory rows", "cells", "cells of 10 runs or more", "runs that did not finish")
 PLAIN = ("spearman", "least spearman")
 
 
-def printed(items: Sequence[Predicted], seconds: int) -> str:
-    """Tables by source and by cell, and the reasons of what was not predicted."""
-    parts = [_table("source", by_source(items)), _table("cell", by_cell(items))]
+def printed(items: Sequence[Predicted], left_out: Mapping[str, float], seconds: int) -> str:
+    """Tables by source and by cell, and the reasons of what was not predicted. left_out: errors of rows by their ids,
+    under constants that were fitted without them."""
+    parts = [_table("source", by_source(items)), _table("model left out", by_source_left_out(items, left_out))]
+    parts.append(_table("cell", by_cell(items)))
     parts += [f"{name}: {_text(name, value)}" for name, value in of_grid(items).items()]
     parts += ["", "not predicted:", *_reasons(items)] if any(item.reason for item in items) else []
     return "\n".join([*filter(None, parts), f"{len(scored(items))} rows; {seconds} s of processor time"])
@@ -53,7 +55,7 @@ def _reasons(items: Sequence[Predicted]) -> list[str]:
 # The file ----------------------------------------
 
 
-def written(items: Sequence[Predicted], files: str, seconds: int) -> str:
+def written(items: Sequence[Predicted], left_out: Mapping[str, float], files: str, seconds: int) -> str:
     """The JSON of --output, every row in it."""
     rows = [_row(item) for item in items if not item.reason]
     reasons = [[item.row.id, item.row.source, item.reason] for item in items if item.reason]
@@ -65,6 +67,7 @@ def written(items: Sequence[Predicted], files: str, seconds: int) -> str:
         "date": datetime.date.today().isoformat(),
         "processor_seconds": seconds,
         "sources": by_source(items),
+        "models_left_out": by_source_left_out(items, left_out),
         "cells": by_cell(items),
         "grid": of_grid(items),
         "rows": [columns, *rows],

@@ -52,7 +52,8 @@ GRID = {
 @dataclass(frozen=True)
 class Row:
     """One measured iteration. measured_s: None of a run that did not finish. hsdp: among how many ranks ZeRO shards,
-    1 for all. layers: blocks of each stage, where they are not even. unknown: why nothing can be said of it."""
+    1 for all. again: of each stage (or one number for all) how many layers are computed again, where recompute does not
+    say it of all. layers: blocks of each stage, where they are not even. unknown: why nothing can be said of it."""
 
     id: str
     source: str
@@ -76,10 +77,12 @@ class Row:
     zero: int = 0
     hsdp: int = 1
     recompute: str = "none"
+    again: tuple[int, ...] = ()
     layers: tuple[int, ...] | None = None
     measured_s: float | None = None
     memory_bytes: float | None = None
     cell: str = ""
+    network: str = ""  # between nodes, where it is known not to be the usual one
     other: str = field(default="", compare=False)
     unknown: str = ""
 
@@ -157,7 +160,7 @@ def _grid_row(path: Path, number: int, record: Mapping[str, str]) -> Row:
         global_batch=sequences, dp=counts["dp"], tp=counts["tp"], pp=counts["pp"], zero=counts["zero"],
         sequence_parallel=counts["tp"] > 1, measured_s=sequences * seq / speed if speed else None,
         memory_bytes=float(record["memory_gb"]) * GB if record.get("memory_gb") else None,
-        cell=f"{record['model']}, {counts['nodes']} nodes",
+        cell=f"{record['model']}, {counts['nodes']} nodes", network="efa",
         unknown="" if record["model"] in GRID else f"no sizes known of the model {record['model']!r}",
     )  # fmt: skip
 
@@ -179,16 +182,19 @@ def _training_row(record: Mapping[str, str], models: Mapping[str, Sizes]) -> Row
     sizes = read_sizes(record, models)
     if sizes is None:
         reasons.append(f"no sizes known of the model {record.get('model')!r}")
+    later = re.search(r"VP given as NA in this release, (\d+) in the next", record.get("notes", ""))
     kind, among = read("dp_sharding", _sharding, (0, 1))
+    recompute, again = read("recompute", _recompute, ("none", ()))
     row = Row(
         id=record.get("id", ""), source=record.get("source", ""), framework=record["framework"], gpu=record["gpu"],
         gpus=read("gpus", _count, 1), per_node=read("gpus_per_node", _count, 1), model=record["model"], sizes=sizes,
         precision=read("precision", _precision, "bf16"), seq=read("seq", _count, 1),
         micro_batch=read("micro_batch", _count, 1), global_batch=read("global_batch", _count, 1),
-        dp=read("dp", _count, 1), tp=read("tp", _count, 1), pp=read("pp", _count, 1), vp=read("vp", _optional, 1),
+        dp=read("dp", _count, 1), tp=read("tp", _count, 1), pp=read("pp", _count, 1),
+        vp=int(later[1]) if later else read("vp", _optional, 1),
         cp=read("cp", _optional, 1), ep=read("ep", _optional, 1),
         sequence_parallel=bool(FLAGS.get(record.get("sequence_parallel", ""))), zero=kind, hsdp=among,
-        recompute=read("recompute", _recompute, "none"), layers=_stage_layers(record),
+        recompute=recompute, again=again, layers=_stage_layers(record),
         measured_s=read("step_time_s", float, None), memory_bytes=_memory(record),
         other=" ".join((record.get("other_settings", ""), record.get("notes", ""), record.get("task", ""))),
     )  # fmt: skip
@@ -269,18 +275,21 @@ def _sharding(text: str) -> tuple[int, int]:
     raise UnknownError(f"expected a kind of ZeRO, found {text!r}")
 
 
-def _recompute(text: str) -> str:
-    """Not stated is taken for none."""
+def _recompute(text: str) -> tuple[str, tuple[int, ...]]:
+    """What is computed again, and of how many layers of each stage where not of all. Not stated is taken for none."""
     lower = text.lower()
     if lower in ("", "none", "not stated", "no", "false", "0") or lower.startswith("none"):
-        return "none"
+        return "none", ()
     if lower.startswith("selective") or "core_attn" in lower:
-        return "block" if "attn" in lower or "attention" in lower else "selective"
+        return ("block" if "attn" in lower or "attention" in lower else "selective"), ()
+    some = re.fullmatch(r"full, (\d+) layers a stage", lower)
+    if some:
+        return "none", (int(some[1]),)
     if re.fullmatch(r"(full|all)(/.*/1)?( .*)?|full activation.*|activation checkpointing", lower):
-        return "full"
+        return "full", ()
     layers = re.search(r"checkpointed layers a stage (\[.*\])", lower)
-    if layers and not any(json.loads(layers[1])):
-        return "none"
+    if layers:
+        return "none", tuple(json.loads(layers[1]))
     raise UnknownError(f"expected none, selective or full, found {text!r}")
 
 

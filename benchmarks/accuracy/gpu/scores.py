@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,16 @@ def by_source(items: Sequence[Predicted]) -> dict[str, Figures]:
     return {name: summary(group) for name, group in groups.items()}
 
 
+def by_source_left_out(items: Sequence[Predicted], errors: Mapping[str, float]) -> dict[str, Figures]:
+    """The same under other errors, by the rows' ids."""
+    chosen = [
+        replace(item, seconds=(1 + errors[item.row.id]) * (item.row.measured_s or 0.0))
+        for item in scored(items) if item.row.id in errors
+    ]  # fmt: skip
+    groups = by(chosen, lambda item: f"{item.row.source}, {item.row.gpu}, {item.row.precision}")
+    return {name: summary(group) for name, group in groups.items()}
+
+
 # A grid of plans ----------------------------------------
 
 
@@ -106,12 +117,12 @@ def by_cell(items: Sequence[Predicted]) -> dict[str, Figures]:
 def regret(items: Sequence[Predicted]) -> float:
     """How much slower the plan predicted fastest ran than the fastest, among finished ones with ZeRO-1 or dp=1.
 
-    Plans that are said not to fit are not taken while there are others.
+    Plans that are said to be tight, or not to fit, are not taken while there are others.
     """
     done = [item for item in scored(items) if item.row.zero == 1 or item.row.dp == 1]
     if not done:
         return math.nan
-    taken = min([item for item in done if item.fits] or done, key=lambda item: item.seconds)
+    taken = min([item for item in done if not item.is_tight] or done, key=lambda item: item.seconds)
     return (taken.row.measured_s or 0.0) / min(item.row.measured_s or math.inf for item in done) - 1
 
 
@@ -126,10 +137,17 @@ def of_grid(items: Sequence[Predicted]) -> Figures:
     known = [item for item in grid if item.row.measured_s and item.row.memory_bytes]
     memory = np.array([memory_error(item) for item in known])
     failed = [item for item in grid if not item.row.measured_s]
-    return rounded({
-        "cells": len(cells), "cells of 10 runs or more": len(large), "worst mape": max(f["mape"] for f in large),
-        "least spearman": min(f["spearman"] for f in large), "median regret": np.median(regrets),
-        "worst regret": max(regrets), "memory rows": len(known), "memory": np.mean(np.abs(memory)),
-        "memory median": np.median(memory), "said to need < 97%": np.mean(memory < TOO_LITTLE - 1),
-        "runs that did not finish": len(failed), "said to fit of these": np.mean([item.fits for item in failed]),
-    })  # fmt: skip
+    found = {
+        "cells": len(cells), "cells of 10 runs or more": len(large),
+        "worst mape": max((figures["mape"] for figures in large), default=math.nan),
+        "least spearman": min((figures["spearman"] for figures in large), default=math.nan),
+        "memory rows": len(known), "runs that did not finish": len(failed),
+    }  # fmt: skip
+    if regrets:
+        found |= {"median regret": np.median(regrets), "worst regret": max(regrets)}
+    if known:
+        found |= {"memory": np.mean(np.abs(memory)), "memory median": np.median(memory)}
+        found |= {"said to need < 97%": np.mean(memory < TOO_LITTLE - 1)}
+    if failed:
+        found["said to fit of these"] = np.mean([item.fits for item in failed])
+    return rounded(found)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost.profile import Curve, Host, OperatorCurve, Profile, Provenance
+from autopar.cost.tables import Table
 from autopar.profiler.text import profile_text
 
 TABLE = Path(__file__).with_name("softwares.json")
@@ -47,7 +48,12 @@ class Software:
         """The device's profile as this software uses it."""
         own = {family: profile.curve(family) for family in self.slowdowns}
         slower = {family: _slower(curve, family, self.slowdowns[family]) for family, curve in own.items()}
-        return replace(profile, host=self.host, operators={**profile.operators, **slower}, _shared={})
+        tables = {name: self._slower_table(table) for name, table in profile.tables.items()}
+        operators = {**profile.operators, **slower}
+        return replace(profile, host=self.host, operators=operators, tables=tables, _shared={})
+
+    def _slower_table(self, table: Table) -> Table:
+        return replace(table, unit_ns=table.unit_ns * self.slowdowns.get(table.family, 1.0))
 
 
 def _slower(curve: OperatorCurve, family: str, times: float) -> OperatorCurve:
