@@ -128,7 +128,7 @@ def _source(block: Any) -> str:
 def _links(profiles: list[Any]) -> Iterator[tuple[str, ...]]:
     for profile in profiles:
         for link in profile["links"]:
-            level = link["level"].replace("_", " ")
+            level = " ".join([link["level"].replace("_", " "), *filter(None, [link.get("network")])])
             bandwidth, message = f"{link['bandwidth'] / 1e9:.4g} GB/s", f"{link['alpha_ns'] / 1e3:.3g} µs"
             yield f"`{profile['name']}`", level, bandwidth, message, _source(link)
 

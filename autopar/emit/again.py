@@ -18,13 +18,16 @@ from autopar.ir.statements import Operate, Statement
 
 
 def made_again(graph: Graph, recompute: tuple[str, ...]) -> Callable[[Statement], bool]:
-    """Whether a statement is computed again by itself."""
+    """Whether a statement is computed again by itself, and not with a module around it."""
     operators, tensors = operators_again(recompute), tensors_again(graph, recompute)
+    modules = frozenset(modules_again(recompute))
 
     def is_again(statement: Statement) -> bool:
         if isinstance(statement, Operate):
             return statement.node.name in operators
-        return statement.redistribute.tensor in tensors and makes_memory(statement.redistribute.steps)
+        if statement.redistribute.tensor not in tensors or statement.scope.outermost(modules) is not None:
+            return False
+        return makes_memory(statement.redistribute.steps)
 
     return is_again
 

@@ -12,6 +12,7 @@ The second run must save as many tensors as the first, of the same kinds; anythi
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -145,7 +146,14 @@ class _RemadeResults:
         return run.view(number, tensor)
 
 
-_open: list[_RemadeResults] = []  # of the forward pass that runs
+class _OpenPasses(threading.local):
+    """The results of the forward passes that run in a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.passes: list[_RemadeResults] = []
+
+
+_open = _OpenPasses()
 
 
 def unpacked(kept: Tensor | _ToRemake) -> Tensor:
@@ -167,12 +175,12 @@ def remaking(forward: Callable[..., Any]) -> Callable[..., Any]:
     def remembering(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args)
-        _open.append(memory := _RemadeResults())
+        _open.passes.append(memory := _RemadeResults())
         try:
             with saved_tensors_hooks(memory.pack, unpacked):
                 return forward(*args)
         finally:
-            _open.pop()
+            _open.passes.pop()
 
     return remembering
 
@@ -181,7 +189,7 @@ def remade(function: Callable[..., Made], *inputs: Tensor) -> Made:
     """Calls operators of a block, and again in the backward pass instead of keeping what they make."""
     if not torch.is_grad_enabled():
         return function(*inputs)
-    return _RemadeRun(function, inputs, _open[-1]).forward(inputs)
+    return _RemadeRun(function, inputs, _open.passes[-1]).forward(inputs)
 
 
 def _address(tensor: Tensor) -> int:

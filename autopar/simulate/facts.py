@@ -143,9 +143,10 @@ class Again:
 
     def of_conversion(self, tensor: str, steps: Sequence[Step], scope: Scope) -> Call | None:
         """Where a tensor is brought to another placement again. scope: where it is the first time."""
-        if tensor in self.tensors and makes_memory(steps):
+        around = call_of(scope, self.modules)
+        if around is None and tensor in self.tensors and makes_memory(steps):
             return self._block_of(scope)
-        return call_of(scope, self.modules)
+        return around
 
     def _block_of(self, scope: Scope) -> str:
         """The innermost block around; "" is the program itself."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.accuracy import memory_kinds
 from benchmarks.accuracy.lifetimes import live_storages, track
 from benchmarks.accuracy.memory import measure_pair
 from benchmarks.accuracy.pairs import PAIRS, PLANS, Pair
@@ -75,3 +76,13 @@ def test_stages_under_the_smallest_limit_take_no_more() -> None:
     row = measure(Case("hf_gpt2", "pp-zero3"))
     assert row.peak_bytes <= row.limit_bytes, row.measured_at_peak
     assert row.error > -0.001
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "kind",
+    ["gpt/sp/full", "gpt/sp/selective", "gpt/tp/named", "gpt/dp zero3/full", "llama/tp/selective"],
+)
+def test_no_rank_takes_a_byte_more_than_predicted(kind: str) -> None:
+    row = memory_kinds.measure(memory_kinds.Kind(*kind.split("/")))
+    assert 0 <= row.spare_bytes < 0.03 * row.measured_bytes, row

@@ -88,6 +88,7 @@ def code(case: Case | StagedCase, what: str = "") -> str:
     ]
     lines += [f"    exact={program.exact}, seed={program.seed}, mode={case.subject.mode!r},"]
     lines += [f"    sizes={choices.sizes}, microbatches={choices.microbatches}, ways={choices.ways},"]
+    lines += [f"    recompute={choices.recompute!r},"] if choices.recompute else []
     for what_, texts in zip(("inputs", "storage", "nodes"), _texts(choices), strict=True):
         lines += [f"    {what_}={{", *(f"        {name!r}: {text!r}," for name, text in texts.items()), "    },"]
     return "\n".join([*lines, "))", ""])
@@ -148,13 +149,13 @@ class Written:
 def replay(
     source: str, *, leaves: list[Leaf], sizes: tuple[int, ...], inputs: Mapping[str, str], storage: Mapping[str, str],
     nodes: Mapping[str, str], exact: bool = False, seed: int = 0, mode: str = "train", microbatches: int = 1,
-    ways: int | None = None, run: Run = run_in_threads,
+    ways: int | None = None, recompute: tuple[str, ...] = (), run: Run = run_in_threads,
 ) -> str:  # fmt: skip
     """Runs a printed case; what is wrong with it."""
     choices = Choices(
         sizes, microbatches, {name: parse_placement(text) for name, text in inputs.items()},
         {name: _storage(text) for name, text in storage.items()}, {name: _node(text) for name, text in nodes.items()},
-        ways,
+        ways, recompute,
     )  # fmt: skip
     subject = Subject(Written(source, tuple(leaves), exact, seed), mode)  # type: ignore[arg-type]
     return outcome(Case(subject, choices), run)

@@ -236,6 +236,12 @@ def lookup(pool: Pool) -> Found:
     return [pool.input("ids", shape, high=rows), pool.leaf((rows, pool.length()))], (padding_idx,)
 
 
+def bag(pool: Pool) -> Found:
+    """Row numbers of bags of one length."""
+    rows = pool.length()
+    return [pool.input("ids", (pool.length(), pool.length()), high=rows), pool.leaf((rows, pool.length()))], ()
+
+
 def gathered(pool: Pool) -> Found:
     """Like `x` but for the dim that is gathered along; the last one may be any part."""
     name = pool.value(min_rank=1, max_rank=3)
@@ -448,6 +454,7 @@ _EXACT = [
     Operator("where", call("torch.where"), choice, weight=4),
     Operator("masked_fill", method("masked_fill"), masked, weight=3),
     Operator("embedding", lambda n, s, a: f"F.embedding({n[0]}, {n[1]}, {a[0]})", lookup, weight=6),
+    Operator("embedding_bag", lambda n, s, a: f"F.embedding_bag({n[0]}, {n[1]}, mode='sum')", bag, weight=3),
     Operator("gather", lambda n, s, a: f"{n[0]}.gather({a[0]}, {n[1]})", gathered, weight=2),
     Operator("index_select", lambda n, s, a: f"{n[0]}.index_select({a[0]}, {n[1]})", indexed, weight=2),
     Operator("index", index_text, indexed, weight=2),
@@ -457,6 +464,7 @@ _EXACT = [
 ]
 
 _ROUNDED = [
+    Operator("mean of bags", lambda n, s, a: f"F.embedding_bag({n[0]}, {n[1]}, mode='mean')", bag, exact=False),
     Operator("div", lambda n, s, a: f"{n[0]} / ({n[1]} * {n[1]} + 1.0)", pair, exact=False, weight=3),
     Operator("gelu", call("F.gelu"), one(), exact=False, weight=4),
     Operator("tanh", call("torch.tanh"), one(), exact=False, weight=4),

@@ -16,7 +16,9 @@ from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh, Mesh
 from autopar.ir.placement import Axis, I, Placement, R, S, Type
 from autopar.ir.plan import NodePlan, Plan, Storage
+from autopar.ir.recompute import operator_call, refusal_again
 from autopar.ir.redistribution import Step, cheapest_path, transfer_bytes
+from autopar.ir.structure import block_paths
 from autopar.microbatch import check_plan
 from autopar.ops import admits, axis_rules
 from autopar.ops.notation import AxisRule
@@ -42,6 +44,7 @@ class Choices:
     storage: Mapping[str, Storage]
     nodes: Mapping[str, NodePlan]
     ways: int | None = None  # the seed of the ways between placements; None: the cheapest
+    recompute: tuple[str, ...] = ()
 
 
 def make_axes(sizes: tuple[int, ...]) -> LogicalMesh:
@@ -161,6 +164,7 @@ def draft_plan(part: DividedGraph, choices: Choices, mode: str = "train") -> Pla
     plan = place.draft().placed(inputs=inputs, storage=storage, nodes=nodes)
     ends = verifier.ending(graph, plan.stage)
     plan = plan.placed(redistributes=_redistributes(part.graph, inputs, storage, nodes, ends, path))
+    plan = replace(plan, recompute=choices.recompute)
     return replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(graph, plan)))
 
 
@@ -182,9 +186,44 @@ def random_plan(graph: Graph, sizes: tuple[int, ...], rng: random.Random, mode: 
     """Choices whose plan verifies; None where none was found (rules of one axis may not go together)."""
     for _ in range(3):
         choices = random_choices(graph, sizes, rng, mode)
+        if mode == "train" and rng.random() < 0.4:
+            choices = replace(choices, recompute=random_again(graph, rng))
         try:
             make_plan(graph, choices, mode)
         except (PlanError, PlacementError):
             continue
         return choices
     return None
+
+
+# What is computed again ----------------------------------------
+
+
+def random_again(graph: Graph, rng: random.Random) -> tuple[str, ...]:
+    """Some modules, none inside of another, operators of other modules, or both."""
+    what = rng.choice(["modules", "operators", "operators", "both"])
+    modules = random_modules(graph, rng) if what != "operators" else ()
+    return (*modules, *(random_operators(graph, rng, modules) if what != "modules" else ()))
+
+
+def random_modules(graph: Graph, rng: random.Random) -> tuple[str, ...]:
+    """Some modules, none inside of another."""
+    paths = sorted({path for node in graph.nodes for path, _ in node.scope.path if path})
+    chosen: list[str] = []
+    for path in rng.sample(paths, min(len(paths), rng.randint(1, 3))):
+        if not any(_is_inside(path, other) or _is_inside(other, path) for other in chosen):
+            chosen.append(path)
+    return tuple(chosen)
+
+
+def random_operators(graph: Graph, rng: random.Random, modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Some operators, or all, of those that can run again by themselves and are in none of some modules."""
+    blocks = block_paths(graph)
+    able = [operator_call(node) for node in graph.nodes if refusal_again(graph, node, blocks) is None]
+    able = [call for call in able if not any(_is_inside(call, module) for module in modules)]
+    return tuple(rng.sample(able, rng.choice([len(able), rng.randint(0, len(able))])))
+
+
+def _is_inside(path: str, other: str) -> bool:
+    """Whether a module or operator is another module, or in it."""
+    return f"{path}.".startswith(f"{other}.")

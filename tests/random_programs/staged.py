@@ -26,7 +26,7 @@ from autopar.microbatch import check_plan, divisible
 from autopar.planning import divided
 from autopar.profiler import profiles_of
 from autopar.trace import find_blocks
-from tests.random_programs.plans import Choices, draft_plan, random_choices
+from tests.random_programs.plans import Choices, draft_plan, random_again, random_choices
 
 #: axes of a submesh
 SHAPES = ((), (), (2,), (2,), (3,), (2, 2), (4,))
@@ -91,7 +91,7 @@ def random_staged_choices(graph: Graph, rng: random.Random, mode: str = "train")
     if rng.random() < 0.2:  # the first stage on the last ranks
         firsts = [_num_ranks(shapes) - first - math.prod(shape) for first, shape in zip(firsts, shapes, strict=True)]
     members = random_members(graph, len(shapes) * chunks, rng)
-    again = () if row.splits_backward or rng.random() < 0.6 else random_modules(graph, rng)
+    again = () if row.splits_backward or rng.random() < 0.6 else random_again(graph, rng)
     return StagedChoices(
         _random_parts(graph, shapes, row, chunks, rng, mode, microbatches), members,
         tuple(row.in_turn(firsts, chunks)), schedule, again,
@@ -164,18 +164,6 @@ def random_members(graph: Graph, count: int, rng: random.Random) -> dict[str, tu
         if rng.random() < twice and stage < count - 1 and not single:
             members[node.name] = (stage, rng.randint(stage + 1, count - 1))
     return members
-
-
-def random_modules(graph: Graph, rng: random.Random) -> tuple[str, ...]:
-    """Some modules, none inside of another."""
-    paths = sorted({path for node in graph.nodes for path, _ in node.scope.path if path})
-    chosen: list[str] = []
-    for path in rng.sample(paths, min(len(paths), rng.randint(1, 3))):
-        if not any(f"{one}.".startswith(f"{other}.") for one, other in ((path, p) for p in chosen)) and not any(
-            f"{p}.".startswith(f"{path}.") for p in chosen
-        ):
-            chosen.append(path)
-    return tuple(chosen)
 
 
 # The plan ----------------------------------------

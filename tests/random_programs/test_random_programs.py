@@ -230,3 +230,46 @@ def test_bytes_of_what_several_sums_over_all_microbatches_are_made_of() -> None:
         TWO_SUMS, leaves=[leaf], sizes=(2,), inputs={"i0": "S(1)"}, storage={"p0": "I"}, nodes=nodes, microbatches=2
     )
     assert text == ""
+
+
+IN_A_MODULE_AND_ALONE = """import torch
+from torch import nn
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.empty((4,), dtype=torch.float64))
+
+    def forward(self, x):
+        return torch.tanh(x * self.p)
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.ModuleList(Inner() for _ in range(2))
+
+    def forward(self, x):
+        return self.l[1](self.l[0](x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.m = Outer()
+
+    def forward(self, i0):
+        return self.m(i0).sum()
+"""
+
+
+def test_a_module_that_runs_again_reads_what_an_operator_of_another_makes_again() -> None:
+    """Its own copy of that runs again with the module, not by itself."""
+    text = replay(
+        IN_A_MODULE_AND_ALONE, leaves=[Leaf("i0", "float", (4, 4))], sizes=(2,), inputs={"i0": "S(0)"},
+        storage={"m.l.0.p": "I", "m.l.1.p": "I"}, recompute=("m.l.1", "m.l.0.tanh()"),
+        nodes={"mul": "S(0), R -> S(0)", "tanh": "S(0) -> S(0)", "mul_1": "R, R -> R", "tanh_1": "R -> R",
+               "sum_1": "R -> R"},
+    )  # fmt: skip
+    assert text == ""

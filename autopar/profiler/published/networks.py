@@ -30,6 +30,7 @@ def fitted_network(
         fast = Protocol(round(cheap), float(f"{min(1.0, share):.3g}")) if cheap < 0.99 * alpha else None
         gpus, nodes = ", ".join(sorted({row.gpu for row in rows})), max(row.nodes for row in rows)
         source = f"formulas fitted to {len(rows)} times of {gpus} on up to {nodes} nodes, {named(rows)}, {network}"
+        source += "" if bandwidth is None else "; the bandwidth is what the maker says that such adapters reach"
         known = float(f"{bandwidth or rate:.4g}")
         return Link(ACROSS, round(alpha), known, Provenance("fitted", source, today()), 0, fast, network=network)
 
