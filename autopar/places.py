@@ -19,6 +19,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import logical_meshes
 from autopar.ir.outline import sizes_text
 from autopar.ir.plan import Plan
+from autopar.ir.recompute import again_text
 from autopar.ir.tried import Tried
 from autopar.planning import Place, divided, microbatch_counts
 from autopar.progress import Report, reporting
@@ -98,14 +99,14 @@ class PlaceSearch:
             told = plan.predicted
             row = Tried(
                 step_time_ns=told.step_time_ns, peak_bytes=told.peak_bytes, solve_seconds=plan.search.seconds,
-                recompute=len(plan.recompute) or None,
+                recompute=again_text(plan.recompute) or None,
             )  # fmt: skip
         except InfeasibleError as error:
             row = Tried(infeasible=str(error))
         mesh, passed_s = sizes_text(there.axes), round(clock.passed_s, 3)
         self.note(replace(row, mesh=mesh, microbatches=count, seconds=passed_s))
         what = f"{plan.predicted.step_time_ns / 1e6:.3f} ms" if plan is not None else "no plan found that fits"
-        what += f", {len(plan.recompute)} modules recomputed" if plan is not None and plan.recompute else ""
+        what += f", {again_text(plan.recompute)} recomputed" if plan is not None and plan.recompute else ""
         report(f"mesh {mesh}{f' in {count} microbatches' if count > 1 else ''}: {what} ({passed_s} s)")
         return plan
 

@@ -18,6 +18,7 @@ from autopar.intraop import LeastMemory
 from autopar.ir.mesh import Mesh
 from autopar.ir.outline import sizes_text
 from autopar.ir.plan import Plan, Prediction
+from autopar.ir.recompute import again_text
 from autopar.tunables import MAX_FAILURES
 
 Place = TypeVar("Place")
@@ -65,7 +66,7 @@ def fit_or_refuse(
 def _does_not_fit(plan: Plan, least: LeastMemory) -> InfeasibleError:
     where = _on_meshes(plan)
     where += f", in {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
-    where += f", {len(plan.recompute)} modules recomputed" if plan.recompute else ""
+    where += f", {again_text(plan.recompute)} recomputed" if plan.recompute else ""
     return does_not_fit(plan.mesh, plan.memory_limit, plan.predicted, where, least.largest)
 
 

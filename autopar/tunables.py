@@ -74,15 +74,26 @@ BESIDE_KNOWN = 1.05
 HOPELESS = 1.03
 """A setting whose fastest placements would take so many times the best estimate is not looked at further. At 1, what
 estimates cannot tell apart is left out; at 1.06, more settings are traded against memory for nothing."""
+MEMORY_BOUND = 1.01
+"""What fits of a setting is bound by memory where it takes so many times what the fastest would: then what takes less
+is looked for. At 1.05, stages that are cut to fit, and wait, keep faster ones from being found; at 1, more is played.
+"""
+RELIEF = 0.03
+"""Of its floor, what a setting is likely to take more where it needs twice the memory that there is; four times as much
+where it needs four times of it, and so on. Halved, settings of few microbatches are traded against memory, that must
+compute much again; doubled, those of many, of which each is less efficient, end the climb too early."""
+HOPED = 0.95
+"""A logical shape is looked at in other numbers of microbatches, and its best traded against memory, where so much of
+what it is likely to take is less than the best. At 1, what relieves memory cheaply is missed; at 0.9, most are."""
 TEMPLATE_SHAPES = 8
-"""Logical shapes, the best first, for which placements are also found around templates: at most three solves each.
+"""Logical shapes, the best first, for which placements are also found around templates: at most five solves each.
 Halved, what hides more than it costs may be missed; doubled, that takes twice as long."""
 NEAR_TEMPLATE = 1.25
 """A template that would take so many times the best estimate is not looked at with more or fewer microbatches. At 1.1,
 steps on shared cores, which depend little on their number, end before the best; at 1.5, more solves."""
 BETWEEN = 2
-"""Settings, the best first, that are looked at in two more numbers of microbatches, where the batch divides by others
-than powers of two. Doubled, twice as many solves, where most are no better."""
+"""Settings, the best first, from which numbers of microbatches are looked at that are between those of before, where
+the batch divides by others than powers of two. Doubled, twice as many solves, where most are no better."""
 RUNNERS_UP = 2
 """Other borders between stages that are kept of each setting, for when it is the best when simulated. Each is one more
 plan to simulate, of the best settings alone."""

@@ -51,6 +51,13 @@ def modules_again(recompute: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in recompute if not is_operator_call(name))
 
 
+def again_text(recompute: Sequence[str]) -> str:
+    """How much is computed again: "6 modules", "40 operators", or both."""
+    modules = len(modules_again(recompute))
+    counts = (("module", modules), ("operator", len(recompute) - modules))
+    return " and ".join(f"{count} {what}{'s' if count > 1 else ''}" for what, count in counts if count)
+
+
 def tensors_again(graph: Graph, recompute: tuple[str, ...]) -> frozenset[str]:
     """The results of operators that are computed again by themselves, under all of their names."""
     operators = operators_again(recompute)

@@ -12,7 +12,7 @@ class Tried:
     """One way to run the model, and what came of it; None stands for what is not known.
 
     mesh: sizes of the logical mesh of each stage, "2x4", or "2x4 + 4" where stages differ; setting: the same in words,
-    on unequal devices. recompute: by name, or how many modules. estimated: before it was simulated. infeasible: why it
+    on unequal devices. recompute: by name, or how much. estimated: before it was simulated. infeasible: why it
     is no plan. seconds: what looking at it took, of which solve_seconds were spent on its placements.
     """
 

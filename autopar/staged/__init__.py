@@ -6,9 +6,10 @@
     stages of several ways                        → the same, submeshes and recomputation mixed    `mixing`
     the best few                                  → plans of the whole model, simulated       `finalists`
 
-All but the last happens on a short graph (`interop.fold`), so the number of solves does not grow with depth. Each
-logical shape is looked at once, where the bubble is small; from the best on, the number of microbatches climbs from
-there, for as long as the estimate gets better.
+All but the last happens on a short graph (`interop.fold`), so the number of solves does not grow with depth. Of each
+logical shape some numbers of microbatches are looked at (`counts`), as long as the estimate is likely to get better.
+What needs too much memory is traded against it, in its placements and in what is computed again, where it is likely to
+be the best (`looks`).
 """
 
 from __future__ import annotations

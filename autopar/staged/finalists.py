@@ -214,7 +214,7 @@ class Finalists:
         frugal = sorted(self.search.frugal(), key=lambda candidate: (candidate.peak_bytes, candidate.step_ns))
         simulated = [(candidate, self._simulated(candidate)) for candidate in frugal[:FINALISTS]]
         if not simulated:
-            raise refusal or self.search.refusal
+            raise refusal or self.search.looks.refusal
         fitting = [pair for pair in simulated if pair[1].peak_bytes <= self.layered.limit]
         if fitting:
             return min(fitting, key=lambda pair: pair[1].step_time_ns)

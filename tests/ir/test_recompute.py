@@ -11,7 +11,7 @@ import autopar
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.ir.recompute import PieceStep, pieces_needed
+from autopar.ir.recompute import PieceStep, again_text, pieces_needed
 from autopar.pipeline import template_of_graph
 from autopar.trace import trace
 from tests.equivalence import planned, zoo
@@ -74,3 +74,9 @@ def test_a_piece_needs_those_that_made_what_it_reads() -> None:
         PieceStep(-1, False, [5], [6], [5], True),
     ]
     assert pieces_needed(steps) == [(0,), (), (), (), (0, 1), ()]
+
+
+def test_what_is_computed_again_is_told_for_what_it_is() -> None:
+    """Operators were told as so many modules."""
+    assert again_text(("layers.0", "layers.1.mlp.gelu_3()", "layers.2.mlp.gelu_5()")) == "1 module and 2 operators"
+    assert again_text(("layers.0", "layers.1")) == "2 modules" and again_text(()) == ""

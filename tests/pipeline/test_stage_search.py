@@ -66,11 +66,12 @@ def test_pinned_plans_are_well_typed_and_take_what_is_told(stages: int, microbat
 
 
 def test_estimates_are_near_what_is_simulated() -> None:
-    """Peaks are over rather than under: the largest workspace counts on top of all that stays."""
+    """Peaks are over rather than under: the largest workspace counts on top of all that stays; with ZeRO-2, of each
+    layer what is on its way when its pass ends."""
     for row in pinned(2, 4).search.tried:
         assert row.peak_bytes is not None and row.estimated_bytes is not None
         assert row.estimated_ns == pytest.approx(row.step_time_ns, rel=0.2)
-        assert 0.9 * row.peak_bytes <= row.estimated_bytes <= 1.5 * row.peak_bytes, row
+        assert 0.9 * row.peak_bytes <= row.estimated_bytes <= 1.6 * row.peak_bytes, row
 
 
 @pytest.mark.parametrize("pp", [2, 4])

@@ -25,6 +25,7 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
+from autopar.ir.recompute import again_text
 from autopar.ir.schedule import SCHEDULES
 from autopar.pipeline import planned_jointly
 from autopar.request import BUDGETS, Request
@@ -126,7 +127,7 @@ def _told(plan: Plan) -> str:
     said = [f"{submeshes} submeshes of {' + '.join(axes)}", f"microbatches={plan.microbatches}"]
     if submeshes > 1:
         said += [f"schedule={plan.schedule}", f"stages={len(plan.stages)}"]
-    said += [f"{len(plan.recompute)} modules recomputed"] if plan.recompute else []
+    said += [f"{again_text(plan.recompute)} recomputed"] if plan.recompute else []
     return ", ".join([*said, plan.search.method.split(":")[0]])
 
 

@@ -1,0 +1,294 @@
+"""What settings have: a first look at each says how fast its placements could be and what memory they would take.
+
+Where that is too much, the setting is traded against memory, if it may be the best for all that: placements on the hull
+of time against memory (`intraop.trade_offs`), each with every recomputation. Those that are likely to be the best come
+first, so that most of the others need not be traded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from autopar.clock import Clock
+from autopar.errors import InfeasibleError
+from autopar.interop import StageChoice, StageKind, best_stages, equally_cut
+from autopar.intraop import TradeOff, TradeOffs
+from autopar.ir.schedule import PLAIN, SCHEDULES
+from autopar.staged.chunked import Chunks
+from autopar.staged.layered import Layered
+from autopar.staged.ways import (
+    EstimatedStages,
+    Setting,
+    StageStrategy,
+    hidden_bubble,
+    in_two_parts,
+    largest_peak,
+)
+from autopar.tunables import (
+    BESIDE_KNOWN,
+    HOPED,
+    HOPELESS,
+    HULL_HALVINGS,
+    MEMORY_BOUND,
+    RELIEF,
+    RUNNERS_UP,
+    SOLVE_SHARE,
+)
+
+NEVER = 2**62
+_WHOLE = sorted((s.name for s in SCHEDULES.values() if not s.has_chunks and not s.splits_backward), key=PLAIN.__ne__)
+"""Schedules of whole stages and whole backward passes, the plain one first."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is known of a setting: the time that its fastest placements would take, the least of what fits, what it is
+    likely to take once it is traded against memory, and all candidates.
+
+    stride: how many counts, each double the last, until what does not fit may, as if all of it were activations.
+    curve: of its placements, and the fastest, where trading them against memory may gain something.
+    """
+
+    floor_ns: int
+    least_ns: int = NEVER
+    likely_ns: int = NEVER
+    found: tuple[EstimatedStages, ...] = ()
+    stride: int = 1
+    curve: tuple[TradeOffs, TradeOff] | None = None
+
+    @property
+    def is_passed_over(self) -> bool:
+        """Whether nothing but its floor is known, or that it has no placements."""
+        return not self.found
+
+
+class Looks:
+    """What settings have, each found once, and the best so far."""
+
+    def __init__(self, layered: Layered, known_ns: float) -> None:
+        """known_ns: what a plan takes that is known."""
+        self.layered, self.request, self.admitted = layered, layered.request, layered.admitted
+        self.chunks, self.known_ns = Chunks(layered), known_ns
+        self.best_ns = int(min(NEVER, BESIDE_KNOWN * known_ns))
+        self.known: dict[Setting, Look] = {}
+        self.floors: list[tuple[int, Setting]] = []  # of what was passed over, by time
+        self.refusal = InfeasibleError("expected a strategy for every operator, found none")
+        self.solver = SOLVE_SHARE * self.request.budget.seconds, self.request.budget.seed
+        self._computed: dict[Setting, int] = {}
+        self._hidden = 1.0  # the least share of all costs in a row that an estimate was
+
+    @property
+    def candidates(self) -> list[EstimatedStages]:
+        """Of all that was looked at."""
+        return [candidate for look in self.known.values() for candidate in look.found]
+
+    @property
+    def fitting(self) -> list[EstimatedStages]:
+        """Those that fit by estimate, the fastest first."""
+        return sorted((c for c in self.candidates if c.peak_bytes <= self.admitted), key=lambda c: c.step_ns)
+
+    @property
+    def bound_ns(self) -> int:
+        """What is estimated to take longer is not looked at further."""
+        return int(min(NEVER, BESIDE_KNOWN * self.known_ns, HOPELESS * self.best_ns))
+
+    def look(self, setting: Setting, is_near: bool = False) -> Look:
+        """A first look at a setting; where it was passed over and is near the best now, once more."""
+        known = self.known.get(setting)
+        if known is None or (is_near and known.is_passed_over):
+            known = self.known[setting] = self._first(setting, is_near)
+            self.best_ns = min(self.best_ns, known.least_ns)
+        return known
+
+    def may_be_best(self, likely_ns: int) -> bool:
+        """Whether what is likely to take so long is near enough the best to be it."""
+        return likely_ns * HOPED < self.best_ns
+
+    def trade(self, settings: Iterable[Setting], clock: Clock) -> None:
+        """Trades settings against memory, those that are likely to be the best first, as long as any is; the first of
+        all where it may be."""
+        likely = sorted((self.known[setting].likely_ns, n, setting) for n, setting in enumerate(settings))
+        for number, (likely_ns, _, setting) in enumerate(likely):
+            may_be = likely_ns < self.best_ns or (number == 0 and self.may_be_best(likely_ns))
+            if clock.is_over or not may_be:
+                break
+            look = self.known[setting]
+            if look.curve is not None:
+                self.known[setting] = self._traded(setting, look)
+                self.best_ns = min(self.best_ns, self.known[setting].least_ns)
+
+    def least(self, found: Sequence[EstimatedStages]) -> int:
+        """Of what fits, ns a step."""
+        return min((c.step_ns for c in found if c.peak_bytes <= self.admitted), default=NEVER)
+
+    def _first(self, setting: Setting, is_near: bool) -> Look:
+        """The fastest placements of a setting, in each schedule.
+
+        Its floor is what they would take if they fitted. Where all that is computed, shared out evenly, takes longer
+        than the best so far, no placements are looked for. Where even all costs in a row are far from the best, they
+        are looked at no further, unless the setting is next to the best.
+        """
+        stages, count = setting.num_stages, setting.microbatches
+        computed = self._computed_ns(setting)
+        if computed >= self.bound_ns:
+            return Look(computed)
+        try:
+            curve = self.layered.place_of(setting).placements.trade_offs(min(stages, count), *self.solver)
+            fastest = curve.fastest()
+            part = self.layered.part_of_step(PLAIN, stages, count, (1,) * stages)
+            in_a_row = int(part * fastest.cost_ns / stages * self._fewest_passes(stages, count) / count)
+            if setting.zero is None and not is_near and in_a_row * self._hidden > self.bound_ns:
+                self.floors.append((int(in_a_row * self._hidden), setting))
+                return Look(in_a_row)
+            found = self.staged(setting, fastest, self._least_again)
+        except InfeasibleError:
+            return Look(NEVER)
+        floor, least = min(candidate.step_ns for candidate in found), self.least(found)
+        self._hidden = min(self._hidden, floor / in_a_row)
+        peak = min(candidate.peak_bytes for candidate in found)
+        stride = max(1, int(math.log2(peak / self.admitted))) if least == NEVER else 1
+        if not self._is_bound(found):
+            return Look(floor, least, least, tuple(found), stride)
+        times = max(1.0, peak / self.admitted)
+        likely = min(least, round(floor * (1 + RELIEF * math.log2(times) ** 2)))
+        return Look(floor, least, likely, tuple(found), stride, (curve, fastest))
+
+    def _traded(self, setting: Setting, look: Look) -> Look:
+        """What a setting has with less memory."""
+        found = [*look.found]
+        if look.curve is not None and look.floor_ns < self.bound_ns:
+            with suppress(InfeasibleError):
+                found += self._variants(setting, *look.curve)
+        least = self.least(found)
+        return Look(look.floor_ns, least, least, tuple(found), look.stride)
+
+    def _fewest_passes(self, stages: int, count: int) -> float:
+        """Of a stage in a step of so many microbatches, what it waits included: in the schedule with least to wait."""
+        ways = [(schedule, 1) for schedule in _WHOLE]
+        may_wait = self.layered.may_wait(stages, self._least_again)
+        ways += [(schedule, 1) for schedule in in_two_parts(count, stages)] if may_wait else []
+        ways += self.chunks.possible(stages, count, may_wait)
+        return float(count + min(SCHEDULES[schedule].bubble(stages, count, chunks) for schedule, chunks in ways))
+
+    def may_lead(self, look: Look, setting: Setting, other: Setting) -> bool:
+        """Whether another number of microbatches may be the best where this is what one has.
+
+        What placements add to all that is computed and waited for is about as much in both.
+        """
+        own, least = self._computed_ns(setting), self._computed_ns(other)
+        return look.floor_ns >= NEVER or least * look.floor_ns <= own * HOPELESS * self.best_ns
+
+    def _computed_ns(self, setting: Setting) -> int:
+        """What a step takes by estimate if nothing is sent, and all fits: at least, where ranks leave each other no
+        cores."""
+        if self.layered.shares_cores or self.request.mode != "train":
+            return 0
+        own = replace(setting, axes=(), zero=None, splits_sequence=False)
+        if own not in self._computed:
+            way = StageStrategy(own, TradeOff((), 0, 0, 0), self._least_again)
+            kind = self.layered.computed(own.num_devices, own.microbatches)
+            every = [*self._of_schedules(way, kind), *self.chunks.of(way, kind)]
+            self._computed[own] = min(candidate.step_ns for candidate in every)
+        return self._computed[own]
+
+    @property
+    def _least_again(self) -> str:
+        """The recomputation that computes least again."""
+        return next(iter(self.layered.recomputations))
+
+    def _is_bound(self, found: Sequence[EstimatedStages]) -> bool:
+        """Whether memory keeps what fits, if anything does, from being about as fast as what was found."""
+        return self.least(found) > MEMORY_BOUND * min(candidate.step_ns for candidate in found)
+
+    def _variants(self, setting: Setting, curve: TradeOffs, fastest: TradeOff) -> list[EstimatedStages]:
+        """For each recomputation the fastest placements that fit, where memory binds those that compute least again.
+
+        What is computed again makes nothing faster: more of it is looked at where with less too little fits, as long as
+        the fastest placements are not slower than the best. Of these the most first: where none fit with that, none do
+        with less.
+        """
+        found, likely = list[EstimatedStages](), [self._least_again]
+        for recompute in [*self.layered.recomputations][1:]:
+            found += (here := self.staged(setting, fastest, recompute))
+            is_slow = min(c.step_ns for c in here) >= HOPELESS * self.bound_ns
+            if is_slow or not self._is_bound(here):
+                break
+            likely.append(recompute)
+        smallest = curve.smallest(fastest)
+        for recompute in reversed(likely):
+            limits = replace(curve, in_flight=0) if recompute in ("extensive", "full") else curve
+            found += (here := self._fitted(setting, limits, (fastest, smallest), recompute))
+            if self.least(here) == NEVER:
+                break
+        return found
+
+    def _fitted(
+        self, setting: Setting, curve: TradeOffs, ends: tuple[TradeOff, TradeOff], recompute: str
+    ) -> list[EstimatedStages]:
+        """Halves the hull between the fastest placements and the smallest, for the fastest that are not bound."""
+        fast, small = ends
+        found = self.staged(setting, small, recompute)
+        if self.least(found) == NEVER:
+            return found
+        for _ in range(HULL_HALVINGS):
+            between = curve.between(fast, small)
+            if between is None:
+                break
+            found += (here := self.staged(setting, between, recompute))
+            fast, small = (between, small) if self._is_bound(here) else (fast, between)
+        return found
+
+    def staged(self, setting: Setting, choice: TradeOff, recompute: str) -> list[EstimatedStages]:
+        """The best stages of one way under each schedule. Raises InfeasibleError where constraints allow none."""
+        way = StageStrategy(setting, choice, recompute)
+        kind = self.layered.kind(way)
+        every = [*self._of_schedules(way, kind), *self.chunks.of(way, kind)]
+        allowed = [self.layered.in_time(candidate) for candidate in every if self.layered.allows(candidate)]
+        if not allowed:
+            self.refusal = InfeasibleError(
+                f"expected a schedule and chunks as constraints pin them, found none for {setting.microbatches} "
+                f"microbatches of {self.layered.layers.count} layers on {setting.num_stages} submeshes; pin a number "
+                "of chunks above 1 with schedules that have such, and microbatches that make equal rounds"
+            )
+            raise self.refusal
+        return allowed
+
+    def _of_schedules(self, way: StageStrategy, kind: StageKind) -> Iterator[EstimatedStages]:
+        """Of stages that are submeshes, whose layers cost what the kind says; where none fit, those of the smallest
+        limit that would do.
+
+        With borders that are estimated to be little worse: messages that wait are estimated to hide nothing.
+        """
+        setting = way.setting
+        stages, count = setting.num_stages, setting.microbatches
+        again = (way.recompute,) * kind.num_layers
+        for schedule in _WHOLE if stages > 1 else (PLAIN,):
+            try:
+                found = best_stages([kind], self.request.mesh.num_devices, count, schedule)
+            except InfeasibleError as error:
+                if error.smallest_bytes is None:
+                    continue
+                free = replace(kind, memory_limit=error.smallest_bytes)
+                found = best_stages([free], self.request.mesh.num_devices, count, schedule)
+            kinds, ways = [kind] * stages, (way,) * stages
+            may_wait = schedule == PLAIN and self.layered.may_wait(stages, way.recompute)
+            for choice in (found.best, *found.runners_up[:RUNNERS_UP], *self._equally_cut(kind, found.best, count)):
+                of_layer = tuple(n for n, (begin, end, _) in enumerate(choice.stages) for _ in range(begin, end))
+                peak = largest_peak(kinds, of_layer, count, schedule)
+                step, bound = choice.step_ns, found.lower_bound_ns
+                yield EstimatedStages(ways, schedule, of_layer, again, step, peak, bound)
+                for later in in_two_parts(count, stages) if may_wait else ():
+                    less = step - hidden_bubble(kinds, of_layer, count, later)
+                    peak = largest_peak(kinds, of_layer, count, later)
+                    yield EstimatedStages(ways, later, of_layer, again, less, peak, min(less, bound))
+
+    def _equally_cut(self, kind: StageKind, best: StageChoice, microbatches: int) -> list[StageChoice]:
+        """Stages of as many layers each, where these are not the best by estimate but ranks share cores.
+
+        Ranks that wait leave their cores to others there, so that it matters less which stage is the slowest.
+        """
+        equal = equally_cut(kind, len(best.stages), microbatches) if self.layered.shares_cores else None
+        return [] if equal is None or equal.stages == best.stages else [equal]
