@@ -75,12 +75,16 @@ class Unit:
                 slot.free()
 
     def fetch(self, slot: ParameterUse) -> Tensor:
-        """Brings one regathered leaf into place for a reader outside the unit; it stays until the microbatch ends."""
+        """Brings one regathered leaf into place for a reader outside the unit; it stays until the microbatch ends.
+
+        For what runs again in a backward pass that has not reached the unit yet, it stays until the unit is done.
+        """
         self.finish()
         if not slot.is_live:
             start_conversion([slot])()
-        slot.is_pinned = True
-        self.read_outside[slot] = None
+        if not (self.block.mesh.progress.is_again and self.awaits_backward):
+            slot.is_pinned = True
+            self.read_outside[slot] = None
         return slot.leaf
 
     def pin_seen(self, outputs: Iterable[Tensor]) -> None:

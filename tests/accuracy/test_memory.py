@@ -81,7 +81,14 @@ def test_stages_under_the_smallest_limit_take_no_more() -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "kind",
-    ["gpt/sp/full", "gpt/sp/selective", "gpt/tp/named", "gpt/dp zero3/full", "llama/tp/selective"],
+    [
+        "gpt/sp/full",
+        "gpt/sp/selective",
+        "gpt/tp/named",
+        "gpt/dp zero3/full",
+        "gpt/dp zero3 x2/named",
+        "llama/tp/selective",
+    ],
 )
 def test_no_rank_takes_a_byte_more_than_predicted(kind: str) -> None:
     row = memory_kinds.measure(memory_kinds.Kind(*kind.split("/")))
