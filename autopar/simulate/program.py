@@ -476,13 +476,14 @@ class Lowering:
             mesh_axis = self.plan.axes[axis]
             inside = ranks_within_node(mesh_axis, per_node) == mesh_axis.size
             duration = collective_time_ns(collective, num_bytes, mesh_axis, per_node, self.profile)
+            level = INSIDE if inside else ACROSS
+            slowed = self.profile.beside_compute(level)
             for lane, size in zip(self.others, elsewhere or (num_bytes,) * len(self.others), strict=True):
                 if axis in lane.joined:
                     on_lane = collective_time_ns(collective, size, lane.axes[axis], lane.per_node, lane.profile)
-                    duration = max(duration, on_lane)
-            level = INSIDE if inside else ACROSS
+                    duration, slowed = max(duration, on_lane), max(slowed, lane.profile.beside_compute(level))
             waits = waits_along(mesh_axis, per_node, self.profile)
-            beside = round(duration * self.profile.beside_compute(level))
+            beside = round(duration * slowed)
             self.transmissions[key] = Transmission(
                 collective, level, axis, num_bytes, duration, waits, beside_ns=beside
             )

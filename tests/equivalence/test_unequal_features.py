@@ -29,6 +29,7 @@ from autopar.substitute import GraphCandidate
 from autopar.trace import find_blocks, trace
 from models import gpt
 from tests.equivalence.on_threads import program_differences
+from tests.oracles.frozen.cases import PROFILES
 
 BUDGET = SearchBudget(10.0, substitutions=False, proposals=0)
 DEEP = 5, 64  # layers, and positions of which what is saved is most of the memory
@@ -49,7 +50,7 @@ def graph(*sizes: int) -> Graph:
 
 
 def request(a_kind: int, **asked: Any) -> Request:
-    mesh = Mesh([("a100", 1, a_kind), ("v100", 1, a_kind)])
+    mesh = Mesh([(PROFILES["a100"], 1, a_kind), (PROFILES["v100"], 1, a_kind)])
     return replace(Request(mesh, "train", "adamw", None, (), BUDGET), **asked)
 
 

@@ -14,6 +14,7 @@ import torch
 from autopar import Constraint, Plan, SearchBudget
 from autopar.driver import Candidate, Context, Front
 from autopar.emit import emit
+from autopar.interop import ChosenStage
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, make_axes
 from autopar.ir.outline import Outline
@@ -29,9 +30,11 @@ from autopar.profiler import profiles_of
 from autopar.request import Request
 from autopar.simulate import simulate
 from autopar.soap import Space
+from autopar.staged.mixing import _candidates
 from autopar.substitute import GraphCandidate
 from autopar.trace import trace
 from models import gpt, llama
+from tests.oracles.frozen.cases import PROFILES
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
 BUDGET = SearchBudget(10.0, substitutions=False, proposals=0)
@@ -62,7 +65,9 @@ class Row(NamedTuple):
     is_staged: bool
 
     def mesh(self, a_kind: int = 2) -> Mesh:
-        return Mesh("h100", 1, 2 * a_kind) if self.is_alike else Mesh([("a100", 1, a_kind), ("v100", 1, a_kind)])
+        if self.is_alike:
+            return Mesh(PROFILES["h100"], 1, 2 * a_kind)
+        return Mesh([(PROFILES[kind], 1, a_kind) for kind in ("a100", "v100")])
 
     def request(self, a_kind: int = 2, stages: int = 2, **asked: Any) -> Request:
         """For plans of one stage, or of so many on devices of one kind, of two on those of two kinds."""
@@ -125,14 +130,22 @@ def three_axes(row: Row) -> None:
 def mixed_submeshes(row: Row) -> None:
     """Stages on submeshes of several sizes, or logical shapes."""
     whole = graph(5, 256, batch_size=32)
-    front = found(row, row.request(constraints=()), whole)
     if row.is_alike:
-        finalists = front.kept["stage", front.given]
-        one = next(one for one in finalists.found if len({*_sizes(one.outline)}) > 1)
-        plan = finalists.stated(one, finalists._simulated(one))
+        plan = _on_two_sizes(found(row, row.request(4, constraints=(Constraint(microbatches=2),)), whole))
     else:
+        front = found(row, row.request(constraints=()), whole)
         plan = next(one.plan for one in front.found if one.outline and len({*_sizes(one.outline)}) > 1)
     assert len({one.num_ranks for one in well_typed(whole, plan, row).stages}) > 1
+
+
+def _on_two_sizes(front: Front) -> Plan:
+    """Two stages on two ranks each and one on four, out of the ways that a search has found for both sizes."""
+    finalists = front.kept["stage", front.given]
+    layered, chosen = finalists.layered, [ChosenStage(0, 2, 0), ChosenStage(2, 3, 0), ChosenStage(3, 5, 1)]
+    every = [one.ways[0] for one in finalists.found]
+    of_size = [layered.kind(next(way for way in every if way.setting.num_devices == size)) for size in (2, 4)]
+    one = next(iter(_candidates(layered, of_size, chosen, 1, 1)))
+    return finalists.stated(one, finalists._simulated(one))
 
 
 def _sizes(outline: Outline) -> list[tuple[int, ...]]:

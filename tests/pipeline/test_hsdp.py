@@ -21,7 +21,7 @@ from autopar.trace import find_blocks
 from benchmarks.accuracy.memory import measure_rank
 from tests.equivalence import planned, zoo
 from tests.equivalence.harness import differences, run_rank, run_single
-from tests.oracles.frozen.cases import graph
+from tests.oracles.frozen.cases import PROFILES, graph
 from tests.rank_pool import pool
 
 CHOICES = [{"zero": 1}, {"zero": 2, "microbatches": 2}, {"zero": 3}, {"zero": 3, "microbatches": 2}]
@@ -77,12 +77,12 @@ def test_groups_that_cannot_be_are_refused(hsdp: int, zero: int, error: type[Exc
 
 def test_the_search_may_choose_it() -> None:
     """On two data axes: in less memory than whole parameters take, and gathered inside a node alone."""
-    whole, mesh = graph("gpt"), Mesh("h100", nodes=2, devices_per_node=2)
+    whole, mesh = graph("gpt"), Mesh(PROFILES["h100"], nodes=2, devices_per_node=2)
     rules = [Constraint("*", ("S(0)",), what="input"), Constraint("*", ("R", "P"), what="used")]
     limit = round(_plan("gpt", mesh, dp=4, hsdp=2, zero=3).predicted.peak_bytes * 1.1)
     request = Request(mesh, "train", "adamw", limit, tuple(rules), SearchBudget(30.0))
     part = divided(whole, find_blocks(whole), 1)
-    found = Place(part, make_axes(("d0", "d1"), (2, 2)), request, load_profile("h100")).fit(30.0)
+    found = Place(part, make_axes(("d0", "d1"), (2, 2)), request, load_profile(PROFILES["h100"])).fit(30.0)
     assert "in shards over d1=2, copies over d0=2" in str(found)
 
 

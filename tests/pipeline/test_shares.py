@@ -27,8 +27,9 @@ from autopar.shares import SharedBatch, best_rows, near_rows
 from autopar.simulate import Timeline, simulate
 from autopar.trace import find_blocks, trace
 from models import gpt
+from tests.oracles.frozen.cases import PROFILES
 
-MESH = autopar.Mesh([("a100", 1, 2), ("v100", 1, 2)])
+MESH = autopar.Mesh([(PROFILES["a100"], 1, 2), (PROFILES["v100"], 1, 2)])
 REQUEST = Request(MESH, "train", "adamw", None, (), SearchBudget(2.0))
 
 
@@ -110,7 +111,7 @@ def test_faster_devices_get_more_rows_and_the_step_is_shorter() -> None:
         check_plan(graph(), plan)
         assert Plan.from_json(plan.to_json()) == plan
         assert plan.timeline().step_time_ns == plan.predicted.step_time_ns
-    assert {source.split()[0] for source in fast.sources} == {"a100", "v100"}
+    assert {source.split()[0] for source in fast.sources} == {PROFILES["a100"], PROFILES["v100"]}
 
 
 def work_ns(timeline: Timeline) -> list[int]:
@@ -122,7 +123,7 @@ def test_each_lane_is_as_fast_and_as_full_as_its_own_devices() -> None:
     plan = template("equal")
     alone = [
         simulate(graph(), replace(plan, mesh=autopar.Mesh(kind, 2, 2)), profiles_of(MESH)[kind])
-        for kind in ("a100", "v100")
+        for kind in (PROFILES["a100"], PROFILES["v100"])
     ]
     together = simulate(graph(), plan, profiles_of(MESH))
     assert work_ns(together) == [work_ns(own)[0] for own in alone]
@@ -131,9 +132,11 @@ def test_each_lane_is_as_fast_and_as_full_as_its_own_devices() -> None:
     assert together.lanes[0].breakdown.exposed_communication_ns > alone[0].breakdown.exposed_communication_ns
 
 
-def test_collectives_start_when_the_last_rank_is_there() -> None:
+@pytest.mark.parametrize("mesh", [MESH, autopar.Mesh([("a100", 1, 2), ("v100", 1, 2)])], ids=["frozen", "shipped"])
+def test_collectives_start_when_the_last_rank_is_there(mesh: autopar.Mesh) -> None:
+    """And end together, whatever computation costs them on either kind."""
     for asked in ({}, {"dp": 2, "tp": 2}, {"zero": 3, "microbatches": 2}):
-        timeline = template(**asked).timeline()
+        timeline = template(mesh=mesh, **asked).timeline()
         sums: dict[int, list[tuple[str, int]]] = {}
         for event in timeline.events:  # type: ignore[attr-defined]
             if event.stream[1] != "compute" and "gradient" in event.kind:
@@ -173,11 +176,11 @@ def test_a_rank_gets_no_more_rows_than_its_memory_holds() -> None:
     free = shared(profiles_of(MESH))
     peak = simulate(graph(), free, profiles_of(MESH)).lanes[0].peak_bytes
     limit = peak * 3 // 4
-    profiles = with_memory("a100", limit)
+    profiles = with_memory(PROFILES["a100"], limit)
     tight = simulate(graph(), shared(profiles), profiles)
     assert tight.lanes[0].peak_bytes <= limit < peak
     with pytest.raises(InfeasibleError):
-        shared(with_memory("a100", limit // 50))
+        shared(with_memory(PROFILES["a100"], limit // 50))
 
 
 def test_rows_that_other_axes_cut_in_unequal_parts_are_passed_over() -> None:

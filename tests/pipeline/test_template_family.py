@@ -18,9 +18,10 @@ from autopar.pipeline import planned_jointly, template_of_graph
 from autopar.request import Request
 from autopar.trace import trace
 from models import llama
+from tests.oracles.frozen.cases import PROFILES
 
 CONFIG = llama.Config(512, 64, 2, 256, 4, 4, 704, batch_size=8)
-MESH = autopar.Mesh("h100", nodes=2, devices_per_node=2)
+MESH = autopar.Mesh(PROFILES["h100"], nodes=2, devices_per_node=2)
 BUDGET = SearchBudget(4.0, substitutions=False, proposals=0)
 
 

@@ -17,8 +17,9 @@ from autopar.refinement import refined
 from autopar.request import Request, SearchBudget
 from autopar.trace import find_blocks, trace
 from models import gpt
+from tests.oracles.frozen.cases import PROFILES
 
-MESH = autopar.Mesh("h100", nodes=2, devices_per_node=8)
+MESH = autopar.Mesh(PROFILES["h100"], nodes=2, devices_per_node=8)
 
 
 @cache
@@ -35,7 +36,7 @@ def both(*constraints: autopar.Constraint, proposals: int = 300) -> tuple[Plan, 
     budget = SearchBudget(5.0, stages=False, proposals=proposals, refine_seconds=60.0)
     request = Request(MESH, "train", "adamw", None, constraints, budget)
     first = placed(graph(), request)
-    return first, refined(graph(), find_blocks(graph()), request, load_profile("h100"), first)
+    return first, refined(graph(), find_blocks(graph()), request, load_profile(PROFILES["h100"]), first)
 
 
 def test_a_gain_is_printed_explained_and_kept() -> None:
@@ -68,7 +69,7 @@ def test_a_plan_that_is_not_refined_says_why() -> None:
     first, _ = both(proposals=0)
     unlike = replace(first, stages=(first.stage, Stage(4, (), {}, {}, {})))
     request = Request(first.mesh, "train", "adamw", None, (), SearchBudget(5.0, proposals=100))
-    plan = refined(graph(), find_blocks(graph()), request, load_profile("h100"), unlike)
+    plan = refined(graph(), find_blocks(graph()), request, load_profile(PROFILES["h100"]), unlike)
     assert plan.predicted == first.predicted and plan.stages == unlike.stages
     assert "  refined     not: its stages are on unlike submeshes, or on parts of them\n" in str(plan)
     assert autopar.Plan.from_json(plan.to_json()) == plan

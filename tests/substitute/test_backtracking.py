@@ -22,6 +22,7 @@ from autopar.substitute.packing import packed
 from autopar.substitute.pricing import Pricer
 from autopar.substitute.rewriting import rewritten
 from autopar.trace import trace
+from tests.oracles.frozen.cases import PROFILES
 
 #: rules that make graphs cheaper, dearer, and no more than so many of them
 RULES = (
@@ -88,7 +89,7 @@ def test_backtracking_finds_what_exhaustive_search_finds(seed: int) -> None:
     """Of seeds that train something, and from which the rules lead to at most 150 graphs."""
     graph = random_graph(seed, 3 + seed % 3)
     assert len(graph.nodes) <= 12
-    values, pricer = lifted(graph), Pricer(load_profile("h100"), trains=True)
+    values, pricer = lifted(graph), Pricer(load_profile(PROFILES["h100"]), trains=True)
     least = everything(values, pricer, 150)
     assert least is not None
     outcome = Backtracking(matchers(), pricer).run(values, 60.0)
@@ -110,7 +111,7 @@ def linears(count: int) -> Values:
 
 
 def test_gains_add_up() -> None:
-    pricer = Pricer(load_profile("h100"), trains=True)
+    pricer = Pricer(load_profile(PROFILES["h100"]), trains=True)
     outcome = Backtracking(matchers(), pricer).run(linears(4), 20.0)
     assert [match.rule.name for match in outcome.cheapest.matches] == ["merge-linears"] * 3
     assert pricer(linears(4)) - sum(outcome.cheapest.gains_ns) == outcome.cheapest.cost_ns
@@ -132,7 +133,10 @@ class Frozen(nn.Module):
 @pytest.mark.parametrize("trained", [0, 1, 2])
 def test_joining_weights_costs_nothing_where_they_can_be_stored_so(trained: int) -> None:
     """All trained or all frozen can; of others, one cannot ask for the gradient of a part."""
-    values, pricer = lifted(trace(Frozen(trained), (torch.zeros(4, 8),))), Pricer(load_profile("h100"), trains=True)
+    values, pricer = (
+        lifted(trace(Frozen(trained), (torch.zeros(4, 8),))),
+        Pricer(load_profile(PROFILES["h100"]), trains=True),
+    )
     (match,) = matchers()[0].matches(values)
     merged = rewritten(values, match)
     assert merged is not None
@@ -149,11 +153,11 @@ def test_joining_weights_costs_nothing_where_they_can_be_stored_so(trained: int)
 def _time_ns(graph: Graph, node: Node) -> int:
     tensors = graph.tensors
     shapes = [tuple([tensors[name].shape for name in names]) for names in (node.operands, node.results)]
-    return sum(node_time_ns(node, *shapes, tensors, load_profile("h100")))
+    return sum(node_time_ns(node, *shapes, tensors, load_profile(PROFILES["h100"])))
 
 
 def test_limits_end_the_search() -> None:
-    search = Backtracking(matchers(), Pricer(load_profile("h100"), trains=True))
+    search = Backtracking(matchers(), Pricer(load_profile(PROFILES["h100"]), trains=True))
     assert search.run(linears(6), 20.0, most=5).seen <= 5
     assert "substitutions" in search.run(linears(6), 20.0, patience=3).stop
     assert "work limit" in search.run(linears(6), 0.0).stop

@@ -78,12 +78,18 @@ def _tables(folder: Path) -> list[Path]:
 
 
 def with_collectives(profile: Profile, folder: Path, gpu: str) -> Profile:
-    """The profile with what the folder's tables say of links and collectives inside a node; the rest stays."""
+    """The profile with what the folder's tables say of links and collectives inside a node; the rest stays, such as
+    groups of ranks that no table has."""
     blocks, data = collective_blocks(folder, gpu), profile_to_json(profile)
     new = {link["level"] for link in blocks.links}
     data["links"] = [*blocks.links, *(link for link in data["links"] if link["level"] not in new)]
-    data["collectives"] = blocks.collectives or data["collectives"]
+    known = {_group(item) for item in blocks.collectives}
+    data["collectives"] = [*blocks.collectives, *(item for item in data["collectives"] if _group(item) not in known)]
     return profile_from_json(json.loads(json.dumps(data)), f"tables of {folder}")
+
+
+def _group(item: Mapping[str, Any]) -> tuple[Any, ...]:
+    return item["collective"], item["level"], item["ranks"]
 
 
 def extrapolated(blocks: CollectiveBlocks, times: float, why: str) -> CollectiveBlocks:
