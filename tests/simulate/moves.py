@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -73,8 +74,11 @@ def _both(run: Callable[[], Tensor], x: Tensor, gradient: Tensor) -> tuple[Chang
 
 def changes(work: Callable[[], object], kept: Sequence[Tensor]) -> Changes:
     """Of a piece of work; gloo's own buffers are left out. kept: tensors that are there after it."""
+    gc.collect()  # what earlier jobs left is not given back meanwhile
+    gc.disable()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
+    gc.enable()
     events = [event for event in _memory_events(profiler) if not _is_of_gloo(event)]
     events.sort(key=lambda event: int(event.start_time_ns))
     released = Counter(event.extra_fields.ptr for event in events if event.extra_fields.alloc_size < 0)
