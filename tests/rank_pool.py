@@ -39,7 +39,7 @@ def server() -> Any:
 class RankPool:
     """N processes with one thread each, joined by gloo."""
 
-    def __init__(self, world: int, timeout_s: float = 60.0) -> None:
+    def __init__(self, world: int, timeout_s: float = 180.0) -> None:
         self.world, self.timeout_s = world, timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -27,6 +28,17 @@ gloo may be the last to hold a buffer, and their releases are in no record."""
 CLASSES, ROWS = 12, 40
 
 
+@contextmanager
+def _nothing_given_back() -> Iterator[None]:
+    """What earlier jobs left goes before; a collection for each piece of work would take longer than all of them."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 class Move(NamedTuple):
     """A tensor of a whole shape on its way along one axis, through types; whether its dims lie in memory turned
     around."""
@@ -36,6 +48,7 @@ class Move(NamedTuple):
     is_permuted: bool = False
 
 
+@_nothing_given_back()
 def memory_of_moves(rank: int, world: int, moves: Sequence[Move]) -> list[tuple[Changes, Changes]]:
     """Of each, on the way of the tensor and on that of its gradient."""
     axis = rt.make_rank_mesh({"x": world})["x"]
@@ -74,11 +87,8 @@ def _both(run: Callable[[], Tensor], x: Tensor, gradient: Tensor) -> tuple[Chang
 
 def changes(work: Callable[[], object], kept: Sequence[Tensor]) -> Changes:
     """Of a piece of work; gloo's own buffers are left out. kept: tensors that are there after it."""
-    gc.collect()  # what earlier jobs left is not given back meanwhile
-    gc.disable()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
-    gc.enable()
     events = [event for event in _memory_events(profiler) if not _is_of_gloo(event)]
     events.sort(key=lambda event: int(event.start_time_ns))
     released = Counter(event.extra_fields.ptr for event in events if event.extra_fields.alloc_size < 0)
@@ -93,6 +103,7 @@ def _is_of_gloo(event: Any) -> bool:
     return any(name in _maker(event) for name in ("gloo:", "c10d::"))
 
 
+@_nothing_given_back()
 def memory_of_functions(rank: int, world: int) -> dict[str, tuple[Changes, Changes]]:
     """Of the runtime's cross-entropy and lookups in tables split by classes or rows."""
     axis = rt.make_rank_mesh({"x": world})["x"]
