@@ -22,7 +22,7 @@ from tests.traced import traced_once
 STEPS, RATE = 3, 0.05
 Tensors = dict[str, Tensor]
 
-#: plans that what forward changes is tried in: "searched" by the default search; on four ranks, and for two "stages", by
+#: plans that what forward changes is tried in: "searched" by the default search; on four ranks and in two stages, by
 #: one of the model's own graph alone
 PLANS: dict[str, dict[str, Any]] = {
     "dp=2": {"dp": 2},
