@@ -53,8 +53,8 @@ GRID = {
 class Row:
     """One measured iteration. measured_s: None of a run that did not finish. hsdp: among how many ranks ZeRO shards,
     1 for all. again: of each stage (or one number for all) how many layers are computed again, where recompute does not
-    say it of all. layers: blocks of each stage, where they are not even. tells_first: memory_bytes are those of rank 0, not of
-    the fullest. unknown: why nothing can be said of it."""
+    say it of all. layers: blocks of each stage, where they are not even. tells_first: memory_bytes are those of rank 0
+    and not of the fullest. unknown: why nothing can be said of it."""
 
     id: str
     source: str
@@ -151,7 +151,7 @@ def _sizes(record: Mapping[str, str]) -> Sizes:
 
 
 def _grid_row(path: Path, number: int, record: Mapping[str, str]) -> Row:
-    """Its memory is in GiB, as what ZeRO saves on many ranks says, and of rank 0: last stages that hold more tell less."""
+    """Its memory is in GiB, as what ZeRO saves on many ranks says, and that of rank 0, whatever last stages hold."""
     counts = {name: int(float(record[name])) for name in ("nodes", "dp", "tp", "pp", "zero", "mbs", "grad_acc")}
     sequences = int(float(record["gbs_sequences"]))
     speed = float(record["tokens_s"] or 0) if record.get("mfu_percent") else 0.0
