@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from autopar.profiler import load_profile, profile_names
-from autopar.profiler.published.cases import Case, cases_of
-from autopar.profiler.published.checking import Burst
+from autopar.profiler.published.cases import MeasuredCall, cases_of
+from autopar.profiler.published.checking import BurstProfile
 from autopar.profiler.published.make import blocks_from_folder, is_of
 from autopar.profiler.published.rows import four_fifths, rows_of
 from benchmarks.facts import facts, write_record
@@ -37,9 +37,9 @@ class Predictor:
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
-        self._profiles: dict[str, Burst | None] = {}
+        self._profiles: dict[str, BurstProfile | None] = {}
 
-    def error(self, case: Case) -> float | None:
+    def error(self, case: MeasuredCall) -> float | None:
         """predicted / measured - 1; None for a GPU without a profile, or a shape that was fitted to."""
         if self.folder and four_fifths(case.key):
             return None
@@ -48,15 +48,15 @@ class Predictor:
         profile = self._profiles[case.gpu]
         return None if profile is None else profile.predicted_ns(case) / case.measured_ns - 1
 
-    def _profile(self, gpu: str) -> Burst | None:
+    def _profile(self, gpu: str) -> BurstProfile | None:
         shipped = [load_profile(name) for name in profile_names()]
         found = next((profile for profile in shipped if is_of(profile, gpu)), None)
         if found is None:
             return None
         if self.folder is None:
-            return Burst(found)
+            return BurstProfile(found)
         today = datetime.date.today().isoformat()
-        return Burst(blocks_from_folder(self.folder, found, today, LIKE.get(found.name, ""), four_fifths))
+        return BurstProfile(blocks_from_folder(self.folder, found, today, LIKE.get(found.name, ""), four_fifths))
 
 
 def summary(errors: Iterable[float]) -> dict[str, float]:
@@ -67,7 +67,7 @@ def summary(errors: Iterable[float]) -> dict[str, float]:
     return {"rows": len(own), **{name: round(float(value), 4) for name, value in found.items()}}
 
 
-def is_shown(case: Case) -> bool:
+def is_shown(case: MeasuredCall) -> bool:
     """Whether a page draws it beside its prediction: one layer of products in bfloat16, one of attention."""
     if case.dtype != "bfloat16":
         return False
@@ -75,7 +75,7 @@ def is_shown(case: Case) -> bool:
     return is_layer or (case.family == "attention, causal" and case.key[3:6] == (32, 8, 128) and case.key[0] <= 4)
 
 
-def report(cases: Iterable[Case], predictor: Predictor, shown: list[Any] | None = None) -> list[dict[str, Any]]:
+def report(cases: Iterable[MeasuredCall], predictor: Predictor, shown: list[Any] | None = None) -> list[dict[str, Any]]:
     """A row for each GPU, dtype, family and size class; and, of what several softwares measured, for each of them.
 
     shown: takes single cases for the page, [GPU, software, shape, measured µs, predicted µs].

@@ -20,7 +20,7 @@ from autopar.profiler.published.products import DTYPES, SIZES, is_trusted
 from autopar.profiler.published.rows import Row, shape_of
 
 
-class Case(NamedTuple):
+class MeasuredCall(NamedTuple):
     """A measured operator: what it is, and what the cost model is asked."""
 
     family: str
@@ -80,13 +80,13 @@ def _measured(row: Row) -> dict[str, Any]:
     return {**named, "measured_ns": 1000 * float(row["time_us"])}
 
 
-def _product(row: Row) -> Case | None:
+def _product(row: Row) -> MeasuredCall | None:
     m, n, k = shape = shape_of(row, SIZES)
     size = "m, n, k of 256 or more" if min(shape) >= 256 else "less"
-    return Case("products", size, shape, LINEAR, ((m, k), (n, k)), (m, n), **_measured(row))
+    return MeasuredCall("products", size, shape, LINEAR, ((m, k), (n, k)), (m, n), **_measured(row))
 
 
-def _trained_product(row: Row) -> Case | None:
+def _trained_product(row: Row) -> MeasuredCall | None:
     """Of a layer's three: the gradients are those of a product of other sizes."""
     m, n, k = shape_of(row, SIZES)
     if row["batch"] != "1":
@@ -97,25 +97,27 @@ def _trained_product(row: Row) -> Case | None:
     rows, features, width = (m, k, n) if row["role"] == "grad_input" else (k, m, n)
     wanted = GRADIENTS[row["role"]]
     shapes = ((rows, width), (features, width)), (rows, features)
-    return Case(family, "", (m, n, k), LINEAR, *shapes, wanted=wanted, direction=1, **_measured(row))
+    return MeasuredCall(family, "", (m, n, k), LINEAR, *shapes, wanted=wanted, direction=1, **_measured(row))
 
 
-def _attention(row: Row) -> Case | None:
+def _attention(row: Row) -> MeasuredCall | None:
     shape = shape_of(row, ATTENTION)
     batch, queries, keys, heads, shared, width, causal = shape
     q, kv = (batch, heads, queries, width), (batch, shared, keys, width)
     size = "above 1 ms" if float(row["time_us"]) > 1000 else "20 µs to 1 ms" if float(row["time_us"]) > 20 else "less"
     family, kernel = f"attention, {'causal' if causal else 'no mask'}", kernel_of(row)
-    return Case(family, size, shape, ATTENTION_NODES[bool(causal)], (q, kv, kv), q, kernel=kernel, **_measured(row))
+    return MeasuredCall(
+        family, size, shape, ATTENTION_NODES[bool(causal)], (q, kv, kv), q, kernel=kernel, **_measured(row)
+    )
 
 
-def _trained_attention(row: Row) -> Case | None:
+def _trained_attention(row: Row) -> MeasuredCall | None:
     columns = ("batch", "seq", "heads", "kv_heads", "qk_head_dim", "v_head_dim", "causal")
     batch, length, heads, shared, width, values, causal = shape = shape_of(row, columns)
     q, k, v = ((batch, count, length, wide) for count, wide in ((heads, width), (shared, width), (shared, values)))
     family, node = f"attention, trained, {row['pass']}", ATTENTION_NODES[bool(causal)]
     direction = int(row["pass"] == "backward")
-    return Case(family, "", shape, node, (q, k, v), (*q[:3], values), direction=direction, **_measured(row))
+    return MeasuredCall(family, "", shape, node, (q, k, v), (*q[:3], values), direction=direction, **_measured(row))
 
 
 #: operators that move bytes and compute little: (name in aten, number of operands)
@@ -130,7 +132,7 @@ MOVING_NODES = {
 }
 
 
-def _moving(row: Row) -> Case | None:
+def _moving(row: Row) -> MeasuredCall | None:
     """Of those that float32 tables have, the small ones time the launch from the host: their class says so."""
     if row["op"] not in MOVING or row["pass"] != "forward":
         return None
@@ -138,11 +140,11 @@ def _moving(row: Row) -> Case | None:
     is_large = shape[0] * shape[1] * DTYPE_BYTES[row["dtype"]] >= 1 << 25
     size = "of 32 MiB or more" if is_large else "less"
     node = MOVING_NODES[row["op"]]
-    return Case(f"memory-bound, {row['op']}", size, shape, node, (shape,) * count, shape, **_measured(row))
+    return MeasuredCall(f"memory-bound, {row['op']}", size, shape, node, (shape,) * count, shape, **_measured(row))
 
 
 #: what a row's columns say it is
-READERS: tuple[tuple[set[str], Callable[[Row], Case | None]], ...] = (
+READERS: tuple[tuple[set[str], Callable[[Row], MeasuredCall | None]], ...] = (
     ({"role", "layout", *SIZES}, _trained_product),
     ({"pass", "qk_head_dim"}, _trained_attention),
     ({*ATTENTION, "kernel"}, _attention),
@@ -151,7 +153,7 @@ READERS: tuple[tuple[set[str], Callable[[Row], Case | None]], ...] = (
 )
 
 
-def cases_of(rows: Iterable[Row]) -> Iterator[Case]:
+def cases_of(rows: Iterable[Row]) -> Iterator[MeasuredCall]:
     """What the rows measured, as far as it is known here and in a dtype that the cost model has."""
     for row in rows:
         reader = next((reader for columns, reader in READERS if columns <= row.keys()), None)

@@ -19,7 +19,7 @@ from autopar.cost.profile import CollectivePoints, Profile
 from autopar.cost.provenance import Provenance
 from autopar.cost.residuals import Residual, size_class
 from autopar.profiler.published.attention import with_kernel
-from autopar.profiler.published.cases import Case, cases_of
+from autopar.profiler.published.cases import MeasuredCall, cases_of
 from autopar.profiler.published.collectives import completed, served_by, tables_of, thinned
 from autopar.profiler.published.measurements import Measurement, read_measurements
 from autopar.profiler.published.rows import Taken, read_rows
@@ -29,14 +29,14 @@ Call = tuple[str, str, float, float]
 """Family, kind, and predicted and measured nanoseconds."""
 
 
-class Burst:
+class BurstProfile:
     """A profile as kernels are measured: at the highest clock, each attention with its own kernel."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = replace(profile, facts=replace(profile.facts, sustained_clock=1.0), _shared={})
         self._by_kernel: dict[str, Profile] = {"": self._profile}
 
-    def predicted_ns(self, case: Case) -> int:
+    def predicted_ns(self, case: MeasuredCall) -> int:
         """What the row of such a case is predicted to say."""
         if case.kernel not in self._by_kernel:
             self._by_kernel[case.kernel] = with_kernel(self._profile, case.kernel)
@@ -45,7 +45,7 @@ class Burst:
 
 def operator_calls(profile: Profile, folder: Path, is_own: Callable[[str], bool], is_left_out: Taken) -> Iterator[Call]:
     """Operators of the folder's rows of the device's own name, of shapes that the profile was made without."""
-    asked = Burst(profile)
+    asked = BurstProfile(profile)
     for case in cases_of(row for row in read_rows(folder, "*.csv", "*.csv.gz") if is_own(row.get("gpu", ""))):
         if is_left_out(case.key) and case.is_trusted:
             yield case.operators, case.dtype, asked.predicted_ns(case), case.measured_ns
