@@ -36,7 +36,7 @@ ALIKE = 0.5  # correlation of the errors of a family's operators of different sh
 NINE_IN_TEN = 1.6449  # standard deviations to either side that hold 90% of a normal distribution
 
 
-class Part(NamedTuple):
+class Calls(NamedTuple):
     """An operator of one shape, or collectives: family, kind, nanoseconds of one call, and of all calls together."""
 
     family: str
@@ -97,7 +97,7 @@ def spread_of(residual: Residual) -> float:
     return math.hypot(median, (high - low) / (2 * NINE_IN_TEN))
 
 
-def shares_of_step(plan: Plan, part: Graph, profile: Profile) -> Iterator[tuple[Part, float]]:
+def shares_of_step(plan: Plan, part: Graph, profile: Profile) -> Iterator[tuple[Calls, float]]:
     """What takes which share of the step: operators of the busiest stage, for which others wait, the optimizer, and
     collectives that nothing hides, taken for those that send most."""
     spent, step_ns, sent = plan.predicted.breakdown, max(1, plan.predicted.step_time_ns), plan.predicted.comm_bytes
@@ -110,7 +110,7 @@ def shares_of_step(plan: Plan, part: Graph, profile: Profile) -> Iterator[tuple[
         yield _alone(most, INSIDE, exposed_ns), exposed_ns / step_ns
 
 
-def operators_of(stage: Stage, part: Graph, profile: Profile) -> list[Part]:
+def operators_of(stage: Stage, part: Graph, profile: Profile) -> list[Calls]:
     """Those of a stage, forward and backward, each shape once with all its calls."""
     sums: dict[tuple[object, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, placed in stage.nodes.items():
@@ -123,14 +123,14 @@ def operators_of(stage: Stage, part: Graph, profile: Profile) -> list[Part]:
         dtype = part.tensors[node.results[0]].dtype if node.results else "float32"
         known = sums[operator(node.op).work.family, dtype, node.op, inner, outer]
         known[:] = forward, known[1] + forward + backward
-    return [Part(str(key[0]), str(key[1]), call_ns, sum_ns) for key, (call_ns, sum_ns) in sums.items() if sum_ns]
+    return [Calls(str(key[0]), str(key[1]), call_ns, sum_ns) for key, (call_ns, sum_ns) in sums.items() if sum_ns]
 
 
-def _alone(family: str, kind: str, spent_ns: float) -> Part:
-    return Part(family, kind, spent_ns, spent_ns)
+def _alone(family: str, kind: str, spent_ns: float) -> Calls:
+    return Calls(family, kind, spent_ns, spent_ns)
 
 
-def _sum_ns(parts: list[Part]) -> float:
+def _sum_ns(parts: list[Calls]) -> float:
     return sum(one.sum_ns for one in parts)
 
 
