@@ -235,10 +235,24 @@ def _equation(node: Node) -> str:
 
 
 def _attention_flops(call: WorkKey) -> int:
-    """Scores and their product with the values; a causal mask leaves half of both to do."""
-    query, key, value = call.operand_shapes[:3]
-    products = 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-    return products // 2 if call.detail == "causal" else products
+    """Scores and their product with the values; a causal mask leaves half of both to do.
+
+    Of queries that are a part of a sequence, the last part has most to do, and the others wait for it.
+    """
+    query, _, value = call.operand_shapes[:3]
+    kind, length = attended(call)
+    products = 2 * math.prod(query[:-1]) * length * (query[-1] + value[-1])
+    if call.detail.startswith("causal ") and query[-2] < length:
+        return products - products * query[-2] // (2 * length)
+    return products // 2 if kind == "causal" else products
+
+
+def attended(call: WorkKey) -> tuple[str, int]:
+    """Of attention: "causal" or "full", as its kernels see it, and how many keys there are on all ranks together."""
+    query, key = call.operand_shapes[:2]
+    kind, _, length = call.detail.partition(" ")
+    is_part = bool(length) and query[-2] < int(length)  # most of what a part of the queries sees, it sees whole
+    return "full" if is_part or not kind else kind, int(length or key[-2])
 
 
 def _attention_gradient(call: WorkKey) -> Work:
@@ -248,6 +262,11 @@ def _attention_gradient(call: WorkKey) -> Work:
 
 def _is_causal(node: Node) -> str:
     return "causal" if argument(node, 5, "is_causal", False) else ""
+
+
+def _causal_over(node: Node) -> str:
+    """With the number of keys of all ranks."""
+    return f"{_is_causal(node) or 'full'} {dict(node.kwargs)['length']}"
 
 
 # Memory-bound operators -------------------------------------------------
@@ -399,6 +418,7 @@ CONVOLUTION = _products("convolution", _convolution_flops)
 TRANSPOSED_CONVOLUTION = _products("convolution", _transposed_convolution_flops)
 EXPERTS = WorkKind("matmul", _experts_flops, gradient=_experts_gradient, detail=_num_experts)
 ATTENTION = WorkKind("attention", _attention_flops, gradient=_attention_gradient, detail=_is_causal)
+CONTEXT_ATTENTION = ATTENTION._replace(detail=_causal_over)
 SOFTMAX = WorkKind("softmax")
 ROWS = WorkKind("gather", moved=_row_bytes, gradient=_lookup_gradient)
 LOOKUP = WorkKind("gather", moved=_lookup_bytes, gradient=_lookup_gradient)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import platform
 import sys
@@ -90,7 +91,7 @@ class Kind:
 
 
 def _num_ranks(options: Options) -> int:
-    return int(options.get("pp", 1) * options.get("dp", 1) * options.get("tp", 1))
+    return math.prod(options.get(name, 1) for name in ("pp", "dp", "cp", "tp"))
 
 
 def _template(long: int = 4, depth: int = 0, tied: bool = False, **options: Any) -> Kind:
@@ -102,6 +103,7 @@ PLANS: dict[str, Kind] = {
     "pp4": _template(pp=4, long=8),
     "pp_dp": _template(dp=2),
     "pp_tp": _template(tp=2),
+    "pp_cp": _template(cp=2, microbatches=2),
     "pp_zero1": _template(dp=2, zero=1),
     "pp_zero2": _template(dp=2, zero=2),
     "pp_zero3": _template(dp=2, zero=3),
