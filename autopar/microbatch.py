@@ -126,8 +126,10 @@ def sequence_types(graph: Graph, attention: Container[str]) -> dict[str, Type]:
 def _cut(graph: Graph, given: Mapping[str, Type], attention: Container[str]) -> dict[str, Type]:
     current = dict(given)
     for node in graph.nodes:
-        if node.name in attention and current.get(node.operands[0]) == S(len(graph.tensors[node.operands[0]].shape) - 2):
-            current[node.results[0]] = current[node.operands[0]]
+        if node.name in attention:
+            query = node.operands[0]
+            if current.get(query) == S(len(graph.tensors[query].shape) - 2):
+                current[node.results[0]] = current[query]
             continue
         found = _best_rule(graph, node, [current.get(name, R) for name in node.operands], 1)
         if found is not None:

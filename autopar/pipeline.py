@@ -187,8 +187,8 @@ def template_plan(
     plan = template_of_graph(
         graph, mesh, dp=dp, tp=tp, pp=pp,
         microbatches=microbatches, schedule=schedule, chunks=chunks, layers=layers, sequence_parallel=sequence_parallel,
-        zero=zero, hsdp=hsdp, cp=cp, context=context, recompute=recompute, split=split, mode=mode, optimizer=optimizer, precision=precision,
-        memory_limit=memory_limit,
+        zero=zero, hsdp=hsdp, cp=cp, context=context, recompute=recompute, split=split, mode=mode, optimizer=optimizer,
+        precision=precision, memory_limit=memory_limit,
     )  # fmt: skip
     return replace(plan, checked_against_eager=against_eager)
 

@@ -148,7 +148,7 @@ def template_constraints(
 
 
 def _context_constraints(graph: Graph, zero: int, sequence: Mapping[str, Type], context: str) -> list[Constraint]:
-    """Those on cp. Inputs are whole, and cut where they are read: they are small, and labels are moved by a position."""
+    """Those on cp. Inputs are whole, and cut where they are read: labels are moved by a position before."""
     found = [
         Constraint("*", ("R",), what="input", axis="cp"),
         Constraint("*", ("R",), what="used", axis="cp", min_dims=2),
@@ -176,7 +176,7 @@ def check_sequences(graph: Graph, sequence: Mapping[str, Type], cp: int) -> None
     nodes = attention_nodes(graph)
     if not nodes:
         raise PlanError(
-            f"expected attention operators (torch.nn.functional.scaled_dot_product_attention) in the model with cp={cp}, "
+            f"expected attention operators (torch.nn.functional.scaled_dot_product_attention) with cp={cp}, "
             'found none. Hugging Face\'s models have them with attn_implementation="sdpa"; or use cp=1 with dp or tp.'
         )
     for node in nodes:

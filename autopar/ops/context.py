@@ -71,7 +71,7 @@ def _split(call: Call, operands: tuple[Placement, ...]) -> list[int]:
 
 
 def _inside(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> Sent:
-    """Keys and values are gathered, for the backward pass again; there, their gradients are summed where they belong."""
+    """Keys and values are gathered, for the backward pass again, where their gradients are summed and scattered."""
     forward: list[Inner] = []
     sums: list[Inner] = []
     head = len(call.shape(0)) - 3

@@ -102,8 +102,8 @@ def split_lookup(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> R
 
 
 def context_attention(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory | None:
-    """Where keys are split: those of all ranks, and their values, for each query head, and while parts arrive once more;
-    two results that are merged in float32. Backward, the gradients of all of them, too, of a part and in the whole."""
+    """Where keys are split: those of all ranks, and their values, for each query head, once more while they arrive; two
+    results that are merged in float32. Backward, the gradients of all of them, too, of a part and in the whole."""
     seq = len(sizes.operands[0]) - 2
     if S(seq) not in operands[1]:
         return None
@@ -112,7 +112,8 @@ def context_attention(node: Node, sizes: Sizes, operands: tuple[Placement, ...])
     group = sizes.operands[0][seq - 1] // max(1, sizes.operands[1][seq - 1])
     whole, result = sum(parts), math.prod(sizes.results[0]) * width
     each = whole * (group + (group > 1))
-    return RuntimeMemory(None, (each + max(parts) + 3 * result, each + 2 * whole * group + max(parts) + 2 * sizes.result))
+    forward = each + max(parts) + 3 * result
+    return RuntimeMemory(None, (forward, each + 2 * whole * group + max(parts) + 2 * sizes.result))
 
 
 def rms_norm(sizes: Sizes) -> Workspace:

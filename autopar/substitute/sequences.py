@@ -33,7 +33,7 @@ def with_sequences(graph: Graph, names: Sequence[str]) -> Graph:
     """The graph in which these operators are told. Raises PlanError where one cannot be."""
     wrong = sorted(set(names) - set(over_sequences(graph)))
     if wrong:
-        raise PlanError(f"expected attention, or a loss over samples × positions, at {wrong[0]!r}, found none; plan again")
+        raise PlanError(f"expected attention, or a loss over positions, at {wrong[0]!r}, found none; plan again")
     nodes, tensors = list[Node](), dict(graph.tensors)
     for node in graph.nodes:
         if node.name not in names:
@@ -78,9 +78,9 @@ def _attention(graph: Graph, node: Node) -> Node:
 def _unrepeated(graph: Graph, name: str) -> str | None:
     """The heads (batch, heads, …) that are repeated for neighbours: reshape(expand(unsqueeze(heads, 2)))."""
     chain = list[Node]()
-    for op in (*[_RESHAPES], ("aten.expand.default",), ("aten.unsqueeze.default",)):
+    for ops in (_RESHAPES, ("aten.expand.default",), ("aten.unsqueeze.default",)):
         node = graph.producers.get(name)
-        if node is None or node.op not in op:
+        if node is None or node.op not in ops:
             return None
         chain.append(node)
         name = node.operands[0]

@@ -36,6 +36,7 @@ from autopar.microbatch import check_plan
 from autopar.pipeline import template_of_graph
 from autopar.profiler import profiles_of
 from autopar.profiler.host import cpu_model
+from autopar.rewrites import graph_of
 from autopar.staging import cut, stages_of_sizes
 from autopar.trace import find_blocks, trace
 from models import gpt, llama, moe, unet
@@ -265,12 +266,13 @@ def faults(model_name: str, plan_name: str, schedule: str) -> list[str]:
     variant = ALL_PLANS[plan_name].variant(model_name, schedule)
     model, batch = build(variant)
     state = {**model.state_dict(), **dict(model.named_buffers())}
-    source = emit(graph(variant), chosen)
+    planned = graph_of(chosen, graph(variant))
+    source = emit(planned, chosen)
     results = pool(chosen.mesh.num_devices).run(run_rank, source, state, batch, OPTIMIZERS)
     found = differences(single(variant), results[0])
     if len({(loss.item(), norm.item()) for loss, _, norm, *_ in results}) > 1:
         found.append("ranks disagree about the loss or the norm")
-    return found + wrong_bytes(chosen, graph(variant), [result[4] for result in results])
+    return found + wrong_bytes(chosen, planned, [result[4] for result in results])
 
 
 def wrong_bytes(chosen: Plan, whole: Graph, counted: list[Mapping[str, int]]) -> list[str]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 import autopar
 from autopar.errors import PlanError
-from autopar.ops.context import CONTEXT_ATTENTION
+from autopar.program import load_source
 from models import gpt, llama
-from tests.equivalence.hard import Tensors, assert_equal, operands_of, template
+from tests.equivalence import pipelines
+from tests.equivalence.hard import Tensors, assert_equal, template
+from tests.rank_pool import pool
 
 pytestmark = pytest.mark.ranks
 SIZES: dict[str, Any] = {
@@ -62,3 +66,71 @@ CASES = [
 def test_a_split_sequence_computes_the_same(name: str, length: int, choices: dict[str, Any], context: str) -> None:
     model, batch = built(name, length)
     assert_equal(model, batch, template(model, batch, context=context, **choices))
+
+
+def test_a_stage_of_a_pipeline_is_split_by_positions() -> None:
+    found = pipelines.faults("llama", "pp_cp", "1f1b")
+    assert not found, "\n".join(found)
+
+
+def saved_bytes(parameters: Iterable[Tensor], step: Callable[[], Any]) -> int:
+    """Bytes of all that autograd keeps in a step, but for parameters."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        step()
+    return sum(kept.values())
+
+
+def saved_on_rank(rank: int, world: int, source: str, state: Tensors, batch: Tensors) -> int:
+    from autopar import runtime as rt
+
+    built = rt.build(load_source(source).Program)
+    built.init_from(state, broadcast=False)
+    return saved_bytes([p.to_local() for p in built.parameters()], lambda: built.train_step(**batch))
+
+
+@pytest.mark.parametrize("context", ["gather", "heads"])
+def test_activations_of_two_ranks_are_a_half(context: str) -> None:
+    """What autograd keeps, seen when it is."""
+    model, batch = built("llama", 96)
+    program = template(model, batch, cp=2, context=context)
+    of_ranks = pool(2).run(saved_on_rank, program.source, dict(model.state_dict()), batch)
+    whole = saved_bytes(model.parameters(), lambda: model(**batch))
+    assert [round(2 * kept / whole, 2) for kept in of_ranks] == pytest.approx([1, 1], abs=0.05)
+
+
+class Images(nn.Module):
+    """Attention over what comes of no dim of an input by itself, or with dropout of its weights."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.project, self.dropout = nn.Linear(8, 24), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 4:
+            x = x.flatten(2).transpose(1, 2)
+        query, key, value = self.project(x).chunk(3, -1)
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "options", "said"),
+    [
+        (Images(), (2, 8, 4, 4), {}, "queries that do not follow dim 1"),
+        (nn.Linear(4, 4), (2, 8, 4), {}, "expected attention operators"),
+        (Images(), (2, 8, 8), {"context": "circle"}, "expected context as one of gather, heads"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(model: nn.Module, shape: Any, options: Any, said: str) -> None:
+    mesh = autopar.Mesh("cpu", devices_per_node=2)
+    loss = None if isinstance(model, Images) else torch.sum
+    with pytest.raises(PlanError, match=said):
+        autopar.template_plan(model, mesh, (torch.randn(shape),), cp=2, loss_fn=loss, **options)

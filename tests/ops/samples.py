@@ -563,7 +563,10 @@ def _routing() -> list[Sample]:
 def table_samples() -> list[Sample]:
     """Samples of every operator that the table or torch's pointwise tag covers."""
     torch.manual_seed(0)
-    groups = (contractions, attentions, contexts, normalisations, reductions, rearrangements, pooling, pointwise, communicating)
+    groups = (
+        *(contractions, attentions, contexts, normalisations, reductions, rearrangements, pooling, pointwise),
+        communicating,
+    )
     return [sample for group in groups for sample in group()]
 
 

@@ -27,7 +27,7 @@ __all__ = ["context_attention"]
 Part = tuple[Tensor, Tensor]  # of a result, and the logarithm of its sums of exponentials (batch, heads, queries)
 
 
-class _Options(NamedTuple):
+class _Spread(NamedTuple):
     """What does not change from part to part. offset: where this rank's queries begin; group: query heads for each head
     of the keys."""
 
@@ -50,17 +50,17 @@ def context_attention(
     queries, keys = lengths
     group = query.size(-3) // key.size(-3)
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-    options = _Options(axis, keys, local_offset(queries, axis), causal, scale, group)
+    options = _Spread(axis, keys, local_offset(queries, axis), causal, scale, group)
     operands = [x if x.dim() == 4 else x.unsqueeze(0) for x in (query, key, value)]
-    result: Tensor = _Gathered.apply(*operands, options)  # type: ignore[no-untyped-call]
+    result: Tensor = _GatheredKeys.apply(*operands, options)  # type: ignore[no-untyped-call]
     return result if query.dim() == 4 else result.squeeze(0)
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredKeys(torch.autograd.Function):
     """Keys and values of all ranks at once."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, options: _Options) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, options: _Spread) -> Tensor:
         out, lse = _attend(query, *_whole(key, value, options), options)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.options = options
@@ -76,7 +76,7 @@ class _Gathered(torch.autograd.Function):
         return own if wanted[0] else None, *home, None
 
 
-def _whole(key: Tensor, value: Tensor, options: _Options) -> Part:
+def _whole(key: Tensor, value: Tensor, options: _Spread) -> Part:
     key, value = (pieces.gather(x, 2, options.axis, options.length) for x in (key, value))
     return _each_head(key, options.group), _each_head(value, options.group)
 
@@ -86,14 +86,14 @@ def _each_head(x: Tensor, group: int) -> Tensor:
     return x if group == 1 else x.repeat_interleave(group, 1)
 
 
-def _home(grad: Tensor, options: _Options) -> Tensor:
+def _home(grad: Tensor, options: _Spread) -> Tensor:
     """This rank's part of the sum over ranks, and over the query heads that share a head."""
     if options.group > 1:
-        grad = grad.unflatten(1, (-1, options.group)).sum(2)
+        grad = grad.view(grad.size(0), -1, options.group, *grad.shape[2:]).sum(2)
     return pieces.reduce_scatter(grad, 2, options.axis)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> Part:
+def _attend(query: Tensor, key: Tensor, value: Tensor, options: _Spread) -> Part:
     """The result of this rank's queries over all keys."""
     scale, begin, end = options.scale, options.offset, options.offset + query.size(2)
     if query.numel() == 0:
@@ -107,14 +107,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> Par
 def _merged(one: Part, other: Part) -> Part:
     """The result over the keys of both."""
     lse = torch.logaddexp(one[1], other[1])
-    out = torch.empty_like(one[0])
-    shares = ((part.exp(), result) for part, result in ((one[1] - lse, one[0]), (other[1] - lse, other[0])))
-    out.copy_(sum(share.unsqueeze(-1) * result for share, result in shares))
-    return out, lse
+    first, second = (result * (part - lse).exp().unsqueeze(-1) for result, part in (one, other))
+    return torch.empty_like(one[0]).copy_(first.add_(second)), lse
 
 
 def _gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, options: _Options
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, options: _Spread
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of this rank's queries, and their part of those of all keys and values."""
     begin, end = options.offset, options.offset + query.size(2)
