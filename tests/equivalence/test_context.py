@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import PlanError
-from autopar.program import load_source
 from models import gpt, llama
 from tests.equivalence import pipelines
 from tests.equivalence.hard import Tensors, assert_equal, template
+from tests.equivalence.hard_jobs import saved_bytes, saved_on_rank
 from tests.rank_pool import pool
 
 pytestmark = pytest.mark.ranks
@@ -71,30 +70,6 @@ def test_a_split_sequence_computes_the_same(name: str, length: int, choices: dic
 def test_a_stage_of_a_pipeline_is_split_by_positions() -> None:
     found = pipelines.faults("llama", "pp_cp", "1f1b")
     assert not found, "\n".join(found)
-
-
-def saved_bytes(parameters: Iterable[Tensor], step: Callable[[], Any]) -> int:
-    """Bytes of all that autograd keeps in a step, but for parameters."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    kept: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        step()
-    return sum(kept.values())
-
-
-def saved_on_rank(rank: int, world: int, source: str, state: Tensors, batch: Tensors) -> int:
-    from autopar import runtime as rt
-
-    built = rt.build(load_source(source).Program)
-    built.init_from(state, broadcast=False)
-    return saved_bytes([p.to_local() for p in built.parameters()], lambda: built.train_step(**batch))
 
 
 @pytest.mark.parametrize("context", ["gather", "heads"])
