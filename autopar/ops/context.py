@@ -23,6 +23,7 @@ from autopar.ops.inner import Inner, Sent, split_by
 from autopar.ops.local import LocalCall
 from autopar.ops.notation import AxisRule
 from autopar.ops.operator import Operator
+from autopar.runtime.lowering.context import sent_rows
 
 CONTEXT_ATTENTION = "autopar.context_attention.default"
 TORCH_ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -71,20 +72,39 @@ def _split(call: Call, operands: tuple[Placement, ...]) -> list[int]:
 
 
 def _inside(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> Sent:
-    """Keys and values are gathered, for the backward pass again, where their gradients are summed and scattered."""
-    forward: list[Inner] = []
-    sums: list[Inner] = []
-    head = len(call.shape(0)) - 3
-    for axis in _split(call, operands):
-        for position in (1, 2):
-            shape = list(local_shape(call.shape(position), operands[position], axes))
-            if _takes_heads(call, operands):
-                shape[head] = local_shape(call.shape(0), operands[0], axes)[head]
-            shape[head + 1] = axes[axis].size * chunk_length(call.shape(position)[head + 1], axes[axis].size, 0)
-            size = math.prod(shape) * call.tensor(position).itemsize
-            forward.append(Inner("all_gather", axis, size))
-            sums.append(Inner("reduce_scatter", axis, size))
-    return forward, [*forward, *sums]
+    """Keys and values are gathered, for the backward pass again, where their gradients are summed and scattered; causal
+    queries go where they are computed, their results home, and so do all that the backward pass reads, and its own."""
+    split = _split(call, operands)
+    if not split:
+        return [], []
+    axis = max(split, key=lambda position: axes[position].size)
+    sizes = [_whole_bytes(call, position, operands, axes, axis) for position in (1, 2)]
+    gathers = [Inner("all_gather", axis, size) for size in sizes]
+    sums = [Inner("reduce_scatter", axis, size) for size in sizes]
+    if not call.arguments["is_causal"]:
+        return gathers, [*gathers, *sums]
+    away, home = sent_rows(call.shape(0)[-2], axes[axis].size)
+    moves = [_moved(call, position, operands, axes, axis, rows) for position, rows in ((0, away), (2, home))]
+    back = [_moved(call, position, operands, axes, axis, rows) for position, rows in ((0, home), (2, away), (2, away))]
+    return [*moves, *gathers], [*moves[:1], *back, *gathers, *sums]
+
+
+def _whole_bytes(call: Call, position: int, operands: tuple[Placement, ...], axes: tuple[Axis, ...], axis: int) -> int:
+    """Of keys or values over the whole sequence."""
+    shape = list(local_shape(call.shape(position), operands[position], axes))
+    if _takes_heads(call, operands):
+        shape[-3] = local_shape(call.shape(0), operands[0], axes)[-3]
+    shape[-2] = axes[axis].size * chunk_length(call.shape(position)[-2], axes[axis].size, 0)
+    return math.prod(shape) * call.tensor(position).itemsize
+
+
+def _moved(
+    call: Call, position: int, operands: tuple[Placement, ...], axes: tuple[Axis, ...], axis: int, rows: list[int]
+) -> Inner:
+    """So many rows of each rank, as wide as queries (0) or results (2), of all heads of queries."""
+    query = local_shape(call.shape(0), operands[0], axes)
+    one = math.prod(query[:-2]) * call.shape(position)[-1] * call.tensor(0).itemsize
+    return Inner("all_to_all", axis, one * rows[0], one * max(rows))
 
 
 def _takes_heads(call: Call, operands: tuple[Placement, ...]) -> bool:

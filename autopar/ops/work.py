@@ -235,24 +235,17 @@ def _equation(node: Node) -> str:
 
 
 def _attention_flops(call: WorkKey) -> int:
-    """Scores and their product with the values; a causal mask leaves half of both to do.
-
-    Of queries that are a part of a sequence, the last part has most to do, and the others wait for it.
-    """
+    """Scores and their product with the values; a causal mask leaves half of both to do."""
     query, _, value = call.operand_shapes[:3]
     kind, length = attended(call)
     products = 2 * math.prod(query[:-1]) * length * (query[-1] + value[-1])
-    if call.detail.startswith("causal ") and query[-2] < length:
-        return products - products * query[-2] // (2 * length)
     return products // 2 if kind == "causal" else products
 
 
 def attended(call: WorkKey) -> tuple[str, int]:
-    """Of attention: "causal" or "full", as its kernels see it, and how many keys there are on all ranks together."""
-    query, key = call.operand_shapes[:2]
+    """Of attention: whether it is "causal" or "full", and how many keys there are, on all ranks together."""
     kind, _, length = call.detail.partition(" ")
-    is_part = bool(length) and query[-2] < int(length)  # most of what a part of the queries sees, it sees whole
-    return "full" if is_part or not kind else kind, int(length or key[-2])
+    return kind or "full", int(length or call.operand_shapes[1][-2])
 
 
 def _attention_gradient(call: WorkKey) -> Work:

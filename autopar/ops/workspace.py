@@ -103,7 +103,7 @@ def split_lookup(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> R
 
 def context_attention(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory | None:
     """Where keys are split: those of all ranks, and their values, for each query head, once more while they arrive; two
-    results that are merged in float32. Backward, the gradients of all of them, too, of a part and in the whole."""
+    results that are merged in float32; queries and results on their way. Backward, all of their gradients, too."""
     seq = len(sizes.operands[0]) - 2
     if S(seq) not in operands[1]:
         return None
@@ -112,8 +112,10 @@ def context_attention(node: Node, sizes: Sizes, operands: tuple[Placement, ...])
     group = sizes.operands[0][seq - 1] // max(1, sizes.operands[1][seq - 1])
     whole, result = sum(parts), math.prod(sizes.results[0]) * width
     each = whole * (group + (group > 1))
-    forward = each + max(parts) + 3 * result
-    return RuntimeMemory(None, (forward, each + 2 * whole * group + max(parts) + 2 * sizes.result))
+    forward = each + max(parts) + 4 * result + 2 * sizes.operand(0)
+    return RuntimeMemory(
+        None, (forward, each + 2 * whole * group + max(parts) + 6 * max(sizes.operand(0), sizes.result))
+    )
 
 
 def rms_norm(sizes: Sizes) -> Workspace:

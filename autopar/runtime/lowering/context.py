@@ -7,33 +7,39 @@ Softmax over parts of the keys is put together by the logarithms of their sums o
 and the gradients of a part need the whole result and the whole lse alone. So torch's kernels compute each part, and no
 rank makes scores of all keys. What is gathered is not kept: the backward pass gathers it again, and sums the gradients
 of keys and values where they are at home.
+
+Under a causal mask the last positions have most to do. There, each rank computes one half of a rank's queries from the
+front and one from the back: these are sent there, and the results home.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autopar.runtime import pieces
+from autopar.runtime import comm, pieces
+from autopar.runtime.lowering.halo import Range, chunk
 from autopar.runtime.lowering.statistics import widen
 from autopar.runtime.mesh import Axis
-from autopar.runtime.placement import local_offset
 
 __all__ = ["context_attention"]
 
+Deal = Callable[[int], tuple[int, int]]  # the two halves of each rank
 Part = tuple[Tensor, Tensor]  # of a result, and the logarithm of its sums of exponentials (batch, heads, queries)
 
 
 class _Spread(NamedTuple):
-    """What does not change from part to part. offset: where this rank's queries begin; group: query heads for each head
-    of the keys."""
+    """What does not change from part to part. spans: of all positions, those of the queries here, one after another;
+    group: query heads for each head of the keys."""
 
     axis: Axis
     length: int
-    offset: int
+    spans: tuple[Range, ...]
     causal: bool
     scale: float
     group: int
@@ -47,38 +53,38 @@ def context_attention(
     `lengths` are those of all queries and of all keys; where `causal`, they are one. Query heads may be a multiple of
     the heads of keys and values. Every rank must call it, even one without a query.
     """
-    queries, keys = lengths
-    group = query.size(-3) // key.size(-3)
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-    options = _Spread(axis, keys, local_offset(queries, axis), causal, scale, group)
+    spans = _spans(lengths[0], axis.size, mirrored(axis.size, axis.index) if causal else neighbours(axis.index))
+    spread = _Spread(axis, lengths[1], spans, causal, scale, query.size(-3) // key.size(-3))
     operands = [x if x.dim() == 4 else x.unsqueeze(0) for x in (query, key, value)]
-    result: Tensor = _GatheredKeys.apply(*operands, options)  # type: ignore[no-untyped-call]
+    result: Tensor = _ContextAttention.apply(*operands, spread)  # type: ignore[no-untyped-call]
     return result if query.dim() == 4 else result.squeeze(0)
 
 
-class _GatheredKeys(torch.autograd.Function):
-    """Keys and values of all ranks at once."""
+class _ContextAttention(torch.autograd.Function):
+    """Saves what is at home on this rank, and the lse of what it computes."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, options: _Spread) -> Tensor:
-        out, lse = _attend(query, *_whole(key, value, options), options)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, spread: _Spread) -> Tensor:
+        out, lse = _attend(_away(query, spread), *_whole(key, value, spread), spread)
+        out = _home(out, spread)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.options = options
+        ctx.spread = spread
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        options = ctx.options
-        own, *others = _gradients(grad, query, *_whole(key, value, options), out, lse, options)
-        wanted = ctx.needs_input_grad
-        home = [_home(other, options) if wanted[n] else None for n, other in enumerate(others, 1)]
-        return own if wanted[0] else None, *home, None
+        spread, wanted = ctx.spread, ctx.needs_input_grad
+        query, out, grad = (_away(x, spread) for x in (query, out, grad))
+        own, *others = _gradients(grad, query, *_whole(key, value, spread), out, lse, spread)
+        summed = [_summed(other, spread) if wanted[n] else None for n, other in enumerate(others, 1)]
+        return _home(own, spread) if wanted[0] else None, *summed, None
 
 
-def _whole(key: Tensor, value: Tensor, options: _Spread) -> Part:
-    key, value = (pieces.gather(x, 2, options.axis, options.length) for x in (key, value))
-    return _each_head(key, options.group), _each_head(value, options.group)
+def _whole(key: Tensor, value: Tensor, spread: _Spread) -> Part:
+    key, value = (pieces.gather(x, 2, spread.axis, spread.length) for x in (key, value))
+    return _each_head(key, spread.group), _each_head(value, spread.group)
 
 
 def _each_head(x: Tensor, group: int) -> Tensor:
@@ -86,51 +92,117 @@ def _each_head(x: Tensor, group: int) -> Tensor:
     return x if group == 1 else x.repeat_interleave(group, 1)
 
 
-def _home(grad: Tensor, options: _Spread) -> Tensor:
+def _summed(grad: Tensor, spread: _Spread) -> Tensor:
     """This rank's part of the sum over ranks, and over the query heads that share a head."""
-    if options.group > 1:
-        grad = grad.view(grad.size(0), -1, options.group, *grad.shape[2:]).sum(2)
-    return pieces.reduce_scatter(grad, 2, options.axis)
+    if spread.group > 1:
+        grad = grad.view(grad.size(0), -1, spread.group, *grad.shape[2:]).sum(2)
+    return pieces.reduce_scatter(grad, 2, spread.axis)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, options: _Spread) -> Part:
-    """The result of this rank's queries over all keys."""
-    scale, begin, end = options.scale, options.offset, options.offset + query.size(2)
-    if query.numel() == 0:
-        return value[:, :, : query.size(2)].expand(*query.shape[:3], -1).clone(), query.new_empty(query.shape[:3])
-    if not options.causal:
-        return _part(query, key, value, False, scale)
-    own = _part(query, key[:, :, begin:end], value[:, :, begin:end], True, scale)
-    return _merged(own, _part(query, key[:, :, :begin], value[:, :, :begin], False, scale)) if begin else own
+# Parts ----------------------------------------
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, spread: _Spread) -> Part:
+    """The result of the queries that are here over all keys."""
+    out = query.new_empty((query.size(0), query.size(2), query.size(1), value.size(3))).transpose(1, 2)
+    lse = torch.empty(query.shape[:3], dtype=widen(query).dtype, device=query.device)
+    for rows, seen in _queries(query, spread):
+        parts = [_part(query[:, :, rows], key[:, :, k], value[:, :, k], causal, spread.scale) for k, causal in seen]
+        out[:, :, rows], lse[:, :, rows] = _merged(*parts) if len(parts) > 1 else parts[0]
+    return out, lse
+
+
+def _queries(query: Tensor, spread: _Spread) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
+    """Rows of the queries that are here, with what they see: parts of the keys, and whether these are causal."""
+    first = 0
+    for begin, end in spread.spans:
+        rows, first = slice(first, first + end - begin), first + end - begin
+        parts = [(slice(begin, end), True), (slice(0, begin), False)] if spread.causal else [(slice(None), False)]
+        if end > begin:
+            yield rows, parts if begin else parts[:1]
 
 
 def _merged(one: Part, other: Part) -> Part:
     """The result over the keys of both."""
     lse = torch.logaddexp(one[1], other[1])
     first, second = (result * (part - lse).exp().unsqueeze(-1) for result, part in (one, other))
-    return torch.empty_like(one[0]).copy_(first.add_(second)), lse
+    return first.add_(second), lse
 
 
 def _gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, options: _Spread
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, spread: _Spread
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of this rank's queries, and their part of those of all keys and values."""
-    begin, end = options.offset, options.offset + query.size(2)
-    if query.numel() == 0:
-        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    if not options.causal:
-        return _part_gradients(grad, query, key, value, out, lse, False, options.scale)
-    whole = torch.zeros_like(key), torch.zeros_like(value)
-    own = None
-    for rows, causal in ((slice(begin, end), True), (slice(0, begin), False)):
-        if rows.stop > rows.start:
-            parts = key[:, :, rows], value[:, :, rows]
-            found, *others = _part_gradients(grad, query, *parts, out, lse, causal, options.scale)
-            own = found if own is None else own.add_(found)
-            for total, other in zip(whole, others, strict=True):
-                total[:, :, rows].copy_(other)
-    assert own is not None
-    return own, *whole
+    """Of the queries that are here, and their part of those of all keys and values."""
+    whole = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    for rows, seen in _queries(query, spread):
+        own = [x[:, :, rows] for x in (grad, query, out, lse)]
+        for keys, causal in seen:
+            found = _part_gradients((*own, key[:, :, keys], value[:, :, keys]), causal, spread.scale)
+            for total, where, part in zip(whole, (rows, keys, keys), found, strict=True):
+                total[:, :, where] += part
+    return whole
+
+
+# Mirrored halves ----------------------------------------
+
+
+def neighbours(rank: int) -> tuple[int, int]:
+    """The halves of a rank's own positions, among those of all ranks in order."""
+    return 2 * rank, 2 * rank + 1
+
+
+def mirrored(ranks: int, rank: int) -> tuple[int, int]:
+    """One half from the front and one from the back: under a causal mask, each rank has as much to do then."""
+    return rank, 2 * ranks - 1 - rank
+
+
+def _spans(length: int, ranks: int, halves: Sequence[int]) -> tuple[Range, ...]:
+    """The positions of halves."""
+    found = []
+    for half in halves:
+        begin, end = chunk(length, ranks, half // 2)
+        middle = begin + (end - begin + 1) // 2
+        found.append((middle, end) if half % 2 else (begin, middle))
+    return tuple(found)
+
+
+def sent_rows(length: int, ranks: int) -> tuple[list[int], list[int]]:
+    """The positions that each rank sends where mirrored halves are computed, and where results come home."""
+
+    def left(halves: tuple[int, int], others: tuple[int, int]) -> int:
+        return sum(end - begin for begin, end in _spans(length, ranks, [h for h in halves if h not in others]))
+
+    pairs = [(neighbours(rank), mirrored(ranks, rank)) for rank in range(ranks)]
+    return [left(own, away) for own, away in pairs], [left(away, own) for own, away in pairs]
+
+
+def _away(x: Tensor, spread: _Spread) -> Tensor:
+    """The halves that this rank computes, out of those that ranks have at home."""
+    return _dealt(x, spread, neighbours, partial(mirrored, spread.axis.size)) if spread.causal else x
+
+
+def _home(x: Tensor, spread: _Spread) -> Tensor:
+    return _dealt(x, spread, partial(mirrored, spread.axis.size), neighbours) if spread.causal else x
+
+
+def _dealt(x: Tensor, spread: _Spread, before: Deal, after: Deal) -> Tensor:
+    """Halves (batch, heads, positions, width) of each rank, out of those that it had; positions are outside of heads in
+    memory, as projections make them."""
+    axis, wanted = spread.axis, after(spread.axis.index)
+    rows = [end - begin for begin, end in _spans(spread.length, axis.size, range(2 * axis.size))]
+    found = dict(zip(before(axis.index), torch.split(x, [rows[half] for half in before(axis.index)], 2), strict=True))
+    sent = [[half for half in after(rank) if half in found and rank != axis.index] for rank in range(axis.size)]
+    come = [[half for half in before(rank) if half in wanted and rank != axis.index] for rank in range(axis.size)]
+    one = x.size(0) * x.size(1) * x.size(3)
+    receives, sends = ([one * sum(rows[half] for half in halves) for halves in way] for way in (come, sent))
+    buffer = torch.cat([x.new_empty(0), *(found[half].reshape(-1) for halves in sent for half in halves)])
+    output = x.new_empty(sum(receives))
+    comm.exchange(output, receives, buffer, sends, axis)
+    arrived = [half for halves in come for half in halves]
+    for half, part in zip(arrived, torch.split(output, [one * rows[half] for half in arrived]), strict=True):
+        found[half] = part.view(*x.shape[:2], rows[half], x.size(3))
+    result = x.new_empty((x.size(0), sum(rows[half] for half in wanted), x.size(1), x.size(3))).transpose(1, 2)
+    return result.copy_(torch.cat([found[half] for half in wanted], 2))
 
 
 # Kernels ----------------------------------------
@@ -152,10 +224,9 @@ def _part(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float)
     return ((scores - lse.unsqueeze(-1)).exp() @ widen(value)).to(value.dtype), lse
 
 
-def _part_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the queries, keys and values of a part, where `out` and `lse` are over all keys."""
+def _part_gradients(tensors: tuple[Tensor, ...], causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the queries, keys and values of a part: gradient, query, result and lse over all keys, key, value."""
+    grad, query, out, lse, key, value = tensors
     kernel = _kernel(query, value)
     if kernel == "cpu":
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
