@@ -13,6 +13,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Type
 from autopar.ir.plan import Plan
 from autopar.microbatch import batch_types, check_plan, sequence_types
+from autopar.odds import with_odds
 from autopar.planning import DividedGraph, Place, divided, fit_or_refuse_over
 from autopar.profiler import load_profile, profiles_of
 from autopar.request import BUDGETS, Request, memory_limit_of
@@ -84,9 +85,9 @@ def _sequence(part: DividedGraph, cp: int) -> dict[str, Type]:
 
 
 def _checked(plan: Plan, graph: Graph) -> Plan:
-    """The plan, verified, with what `plan.timeline()` calls."""
+    """The plan, verified, with its odds and what `plan.timeline()` calls."""
     check_plan(graph, plan)
-    return with_simulator(plan, graph)
+    return with_simulator(with_odds(plan, graph), graph)
 
 
 def _fitted(place: Place) -> Plan:
