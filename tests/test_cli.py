@@ -116,7 +116,7 @@ def test_simulate_prints_the_prediction_and_writes_a_trace(
     assert cli.main(["simulate", MODEL, str(plan_file), "--trace", str(trace)]) == 0
     printed = capsys.readouterr().out.splitlines()
     shown = str(autopar.Plan.load(plan_file)).splitlines()
-    assert printed[1:4] == shown[1:4], "what the plan says, simulated again"
+    assert printed[1:5] == shown[1:5], "what the plan says, simulated again"
     events = json.loads(trace.read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     last = max(event["ts"] + event["dur"] for event in spans)
