@@ -43,6 +43,12 @@ def built(name: str, length: int = 16) -> tuple[nn.Module, Tensors]:
         return hugging_face(transformers.LlamaConfig(**SIZES), length)
     if name == "hf_qwen3":
         return hugging_face(transformers.Qwen3Config(head_dim=8, **SIZES), length)
+    if name == "hf_mistral":
+        return hugging_face(transformers.MistralConfig(sliding_window=5, **SIZES), length)
+    if name == "hf_llama_packed":
+        model, batch = hugging_face(transformers.LlamaConfig(**SIZES), length)
+        positions = torch.cat([torch.arange(length // 3), torch.arange(length - length // 3)])
+        return model, batch | {"position_ids": positions.expand(2, -1).contiguous()}
     module: Any = {"gpt": gpt, "llama": llama}[name]
     config = module.Config(batch_size=2, seq_len=length, num_heads=4, hidden_size=32)
     return module.build(config), module.example_inputs(config)
@@ -57,6 +63,8 @@ CASES = [
     ("hf_llama", 16, {"cp": 2, "dp": 2}),
     ("hf_qwen3", 16, {"cp": 2, "zero": 3}),
     ("hf_llama", 15, {"cp": 2, "tp": 2, "recompute": "full"}),
+    ("hf_mistral", 16, {"cp": 2}),  # each position sees five
+    ("hf_llama_packed", 16, {"cp": 4}),  # two documents in each sequence
 ]
 
 
