@@ -34,7 +34,7 @@ from autopar.planning import DividedGraph, Place, divided
 from autopar.profiler import load_profile
 from autopar.request import Request, SearchBudget
 from autopar.simulate import Incremental, predict
-from autopar.template import positions, template_axes, template_constraints, template_recompute
+from autopar.template import CONTEXTS, positions, template_axes, template_constraints, template_recompute
 from autopar.trace import find_blocks
 from autopar.tunables import (
     ALIKE,
@@ -66,6 +66,7 @@ class Template:
     microbatches: int = 1
     sequence_parallel: bool = False
     cp: int = 1
+    context: str = "gather"
 
     def __str__(self) -> str:
         said = (
@@ -156,9 +157,11 @@ class Family:
         for tp in divisors(self.request.mesh.devices_per_node):
             among = self.request.mesh.num_devices // tp
             for cp in sorted(set(divisors(among)) - {1}):
-                counts = self._counts_of(among // cp)
-                if counts and not is_interrupted():
-                    self._look_at(Template(among // cp, tp, 3, cp=cp), counts)
+                counts = self._counts_of(among // cp) or [1]  # one sample is not cut, and needs no other number
+                for context in CONTEXTS if self.samples >= among // cp else ():
+                    one = Template(among // cp, tp, 3, cp=cp, context=context)
+                    if is_interrupted() or self._likely_ns(self._look_at(one, counts)) > ALIKE * self.best_ns:
+                        break
 
     def _may_be_near(self, dp: int, tp: int) -> bool:
         """Looks at a shape. False where it is so much slower than the best, whatever its memory, that no larger `tp`,
@@ -336,7 +339,7 @@ class Family:
         whole, short, simulator = self.parts(template.microbatches)
         rules = template_constraints(
             short.graph, axes, template.zero, template.sequence_parallel, self.paths, self.batch(template.microbatches),
-            positions(short.graph, self.blocks, template.cp),
+            positions(short.graph, self.blocks, template.cp), template.context,
         )  # fmt: skip
         again = template_recompute(self.graph, self.paths, template.recompute)
         request = replace(self.request, constraints=(*rules, *self.request.constraints), recompute=again)
