@@ -36,6 +36,7 @@ from autopar.simulate.player import (
     Played,
     Rename,
     Standing,
+    Sums,
     Travelling,
     optimizer_pass,
     whole_pass,
@@ -170,14 +171,14 @@ class PartedStage:
 
 
 def stage_in_one(
-    graph: Graph, plan: Plan, profile: Profile, sums_early: bool = True, coordinates: Coordinates | None = None,
+    graph: Graph, plan: Plan, profile: Profile, sums: Sums = Sums.EARLY, coordinates: Coordinates | None = None,
     others: Sequence[OtherLane] = (),
 ) -> PartedStage:  # fmt: skip
     """A plan's only stage as one segment. coordinates, others: as in `Lowering`."""
     (part,) = plan.parts
     per_node = devices_per_node(plan, 0)
     variants = Variants(
-        graph, graph, part, profile, per_node, is_cut=False, sums_early=sums_early, coordinates=coordinates,
+        graph, graph, part, profile, per_node, is_cut=False, sums=sums, coordinates=coordinates,
         others=others,
     )  # fmt: skip
     return PartedStage(variants, part, {})

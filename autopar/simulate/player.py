@@ -18,6 +18,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -39,6 +40,20 @@ LEAVE_GRADIENTS = (FORWARD, BACKWARD_INPUT)  # passes that make no gradients of 
 Rename = Callable[[str], str]
 Meet = Callable[[int, int], int]
 """From a collective's axis, and when this rank could start it: when all of its ranks can."""
+
+
+class Sums(Enum):
+    """When gradients are summed over ranks, and where.
+
+    EARLY: while the backward pass goes on, from memory that a bucket takes for it: the backward pass waits for earlier
+    buckets where too many hold theirs (`MAX_IN_FLIGHT`), as emitted programs do. BUFFERED: the same, from memory that
+    is there all the time, for which nothing waits, as in Megatron-LM. LATE: after the backward pass, as DeepSpeed's
+    pipeline engine does.
+    """
+
+    EARLY = "early"
+    BUFFERED = "buffered"
+    LATE = "late"
 
 
 class PassKind(NamedTuple):
@@ -243,7 +258,7 @@ class Player:
 
     lifetimes: Lifetimes
     shares: tuple[Share, ...]
-    sums_early: bool
+    sums: Sums
     _complete_at: Mapping[int, Sequence[int]]
     _share_of: Mapping[int, int]
     _moved: Collection[int]
@@ -373,10 +388,10 @@ class Player:
         for slot, several in orders.ended_at.get(number, ()):
             self._end_gradient(slot, several, first, last)
         for index in self._complete_at.get(number, ()):
-            if self.sums_early:
-                self._send_home(index)
-            else:
+            if self.sums is Sums.LATE:
                 self._late.append(index)
+            else:
+                self._send_home(index)
 
     def _recompute(self, region: int) -> None:
         numbers = self.orders.regions[region]
@@ -414,7 +429,7 @@ class Player:
         long as if it computed all the while."""
         tasks: list[int] = []
         stops = purpose in STOPPING
-        is_beside = not stops and (purpose != "gradient" or self.sums_early)
+        is_beside = not stops and (purpose != "gradient" or self.sums is not Sums.LATE)
         for sent in transmissions:
             duration_ns = sent.beside_ns if is_beside else sent.duration_ns
             kind = f"{purpose} {sent.collective}"
@@ -551,14 +566,18 @@ class Player:
         slots = [self.program.slots[number] for number in share.slots]
         if not slots[0].reduces_each and not self._kind.is_last:
             return
-        self._go_on(slots[0].shrinks)
+        if self.sums is not Sums.BUFFERED:
+            self._go_on(slots[0].shrinks)
         after = [*after, *(task for slot in slots for task in self._gradients.pop(slot.value, ()))]
         last = max(after)
         if share.transmissions:
             name = f"{BEGUN}:{share.way}" if share.comes else slots[0].tensor  # `Renames` knows who began it
             _, last = self._transmit(f"gradient of {name}", "gradient", share.transmissions, after)
             self._home.append(last)
-        if slots[0].shrinks:
+        if self.sums is Sums.BUFFERED:
+            self._whole.difference_update(share.slots)
+            self._buffered.discard(index)
+        elif slots[0].shrinks:
             self._begin_journey(index, last)
 
     def _go_on(self, shrinks: bool) -> None:
