@@ -17,7 +17,7 @@ from autopar.ir.plan import Plan
 from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
-from autopar.simulate import Sums, Timeline, simulate
+from autopar.simulate import Overlap, Sums, Timeline, simulate
 from autopar.simulate.engine import Carried, Engine
 from autopar.trace import trace
 from models import gpt
@@ -39,7 +39,7 @@ def with_host(*times_ns: int) -> Profile:
 
 
 def step(profile: Profile, sums: Sums = Sums.EARLY) -> Timeline:
-    return simulate(*planned(), profile, sums=sums)
+    return simulate(*planned(), profile, Overlap(sums))
 
 
 def test_a_host_that_takes_no_time_changes_nothing() -> None:
@@ -101,7 +101,7 @@ def test_gradients_in_buffers_of_their_own_are_not_waited_for() -> None:
     h100 = load_profile("h100")
     links = {level: replace(link, bandwidth=1e9, bandwidth_by_ranks=()) for level, link in h100.links.items()}
     slow = replace(h100, links=links, collectives={}, interference={}, _shared={})
-    steps = {sums: simulate(graph, plan, slow, sums) for sums in Sums}
+    steps = {sums: simulate(graph, plan, slow, Overlap(sums)) for sums in Sums}
     waits = {sums: steps[sums].exposed["gradient reduce_scatter"] for sums in Sums}
     backward = {
         sums: max(event.end_ns for event in timeline.events if event.kind == "backward")

@@ -12,7 +12,7 @@ from autopar.cost.profile import LEVELS, Interference
 from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
-from autopar.simulate import Sums, Timeline, simulate
+from autopar.simulate import Overlap, Sums, Timeline, simulate
 from autopar.simulate.engine import Carried, Engine
 from autopar.trace import trace
 from models import gpt
@@ -58,7 +58,7 @@ def step(profile: Profile, sums: Sums = Sums.EARLY, **layout: object) -> Timelin
     config = gpt.Config(num_layers=2, hidden_size=64, seq_len=32, vocab_size=64)
     graph = trace(gpt.build(config), gpt.example_inputs(config))
     plan = template_of_graph(graph, autopar.Mesh("h100", 1, 4), **layout)
-    return simulate(divided_graph(graph, plan.microbatches), plan, profile, sums=sums)
+    return simulate(divided_graph(graph, plan.microbatches), plan, profile, Overlap(sums))
 
 
 @pytest.mark.parametrize("zero", [1, 3])

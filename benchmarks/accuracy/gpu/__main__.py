@@ -9,7 +9,7 @@ by its software's facts (`softwares`). Rows that cannot be expressed are listed 
 
 --fit goes on from the shipped constants (`fitting`), fits them to the rows whose time is known (of a grid, to runs that
 reach half of their cell's best), and writes softwares.json and the clocks in cost_profiles. --cross-validate fits
-without the rows of each model in turn, and reports the errors of these.
+without the rows of each model, and of each source, in turn, and reports the errors of these.
 
 Printed and written to --output: of each source the mean absolute error (MAPE), the median signed error, the worst, the
 rank correlation and the memory's error; of a grid of plans the same for each cell, with the regret of the plan that is
@@ -45,7 +45,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--source", default="", help="only rows whose source has this in its name")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th row of each file")
     parser.add_argument("--fit", type=int, default=0, metavar="ROUNDS", help="fit the constants and write them")
-    parser.add_argument("--cross-validate", action="store_true", help="leave out each model in turn")
+    parser.add_argument("--cross-validate", action="store_true", help="leave out each model and each source in turn")
     parser.add_argument("--output", type=Path, help="a file for every row as JSON")
     options = parser.parse_args(arguments)
     if options.output and options.output.is_dir():
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     softwares, rows = read_softwares(), rows_of(options)
     profiles = profiles_of(rows)
     items: Iterable[Planned] = planned(rows, softwares)
-    left_out: dict[str, float] = {}
+    left_out: dict[str, dict[str, float]] = {}
     if options.fit or options.cross_validate:
         items = list(items)
         chosen = worth_fitting(items)

@@ -13,7 +13,7 @@ from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.placement import local_shape
 from autopar.ir.plan import Plan
-from autopar.simulate import Sums, Timeline, simulate
+from autopar.simulate import Overlap, Sums, Timeline, simulate
 from autopar.simulate.engine import Sent
 from benchmarks.accuracy.gpu.plans import graphs, plan_of, profile_name, reason_against
 from benchmarks.accuracy.gpu.rows import Row
@@ -69,7 +69,7 @@ def predict(item: Planned, softwares: tuple[Software, ...], profiles: Mapping[st
         return Predicted(row, reason=item.reason)
     software = software_of(row.framework, softwares)
     profile = used_profile(profiles[profile_name(row.gpu)], software, row.precision, row.network)
-    timeline = simulate(item.graph, item.plan, profile, sums_of(row, software))
+    timeline = simulate(item.graph, item.plan, profile, overlap_of(row, software))
     late = late_gathers_ns(timeline) if row.zero in software.late_gathers else 0
     reserved = reserved_bytes(allocated_bytes(item, software, timeline))
     taken = reserved + outside_bytes(sum(count > 1 for count in (row.dp, row.tp, row.pp)))
@@ -79,11 +79,10 @@ def predict(item: Planned, softwares: tuple[Software, ...], profiles: Mapping[st
     )
 
 
-def sums_of(row: Row, software: Software) -> Sums:
-    """When gradients are summed over ranks."""
-    if row.zero in software.late_sums:
-        return Sums.LATE
-    return Sums.BUFFERED if software.keeps_sums else Sums.EARLY
+def overlap_of(row: Row, software: Software) -> Overlap:
+    """What a row's software sends beside computation."""
+    early = Sums.BUFFERED if software.keeps_sums else Sums.EARLY
+    return Overlap(Sums.LATE if row.zero in software.late_sums else early, software.cuts_activations)
 
 
 def late_gathers_ns(timeline: Timeline) -> int:

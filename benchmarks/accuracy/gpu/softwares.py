@@ -12,6 +12,7 @@ from typing import Any
 
 from autopar.cost.profile import Curve, Host, OperatorCurve, Profile, Provenance
 from autopar.cost.tables import Table
+from autopar.profiler.published.attention import with_kernel
 from autopar.profiler.text import profile_text
 
 TABLE = Path(__file__).with_name("softwares.json")
@@ -24,7 +25,9 @@ class Software:
     matches: a regular expression on a row's framework; the first entry that matches counts, the last one matches all.
     model: what its models are made of, beside sizes (fields of `decoder.Config`). late_sums, late_gathers: the kinds of
     ZeRO with which gradients are summed after the backward pass, and parameters gathered while nothing is computed.
-    keeps_sums: float32 sums of the gradients are in memory all the time. regathers: the norms of a layer after which
+    keeps_sums: float32 sums of the gradients are in memory all the time. cuts_activations: as in
+    `autopar.simulate.Overlap`. attention: its kernel, where that is not the newest that the device's profile knows
+    ("flash2"). regathers: the norms of a layer after which
     sequence parallelism gathers, and gathers again in the backward pass. cut: how layers are given to stages, "even" or
     "threshold" (`by_threshold`). slowdowns: by family of operators, how many times as long as the device's curve they
     take: that is of one kernel a call, where a software may need several. step_ns: what it does once a step while the
@@ -37,6 +40,8 @@ class Software:
     late_sums: tuple[int, ...]
     late_gathers: tuple[int, ...]
     keeps_sums: bool
+    cuts_activations: bool
+    attention: str
     regathers: tuple[str, ...]
     cut: str
     slowdowns: Mapping[str, float]
@@ -46,6 +51,7 @@ class Software:
 
     def on(self, profile: Profile) -> Profile:
         """The device's profile as this software uses it."""
+        profile = with_kernel(profile, self.attention) if self.attention else profile
         own = {family: profile.curve(family) for family in self.slowdowns}
         slower = {family: _slower(curve, family, self.slowdowns[family]) for family, curve in own.items()}
         tables = {name: self._slower_table(table) for name, table in profile.tables.items()}
