@@ -12,6 +12,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.microbatch import batch_types, check_plan
+from autopar.odds import with_odds
 from autopar.planning import Place, divided, fit_or_refuse_over
 from autopar.profiler import load_profile, profiles_of
 from autopar.request import BUDGETS, Request, memory_limit_of
@@ -59,9 +60,9 @@ def template_of_graph(
 
 
 def _checked(plan: Plan, graph: Graph) -> Plan:
-    """The plan, verified, with what `plan.timeline()` calls."""
+    """The plan, verified, with its odds and what `plan.timeline()` calls."""
     check_plan(graph, plan)
-    return with_simulator(plan, graph)
+    return with_simulator(with_odds(plan, graph), graph)
 
 
 def _fitted(place: Place) -> Plan:

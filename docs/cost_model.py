@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from autopar.cost import collectives, compute, crossing, kernels, memory
+from autopar.cost import collectives, compute, crossing, device, kernels, memory
 from autopar.cost.files import SCHEMA, profiles_folder
+from autopar.cost.residuals import size_name
 from autopar.ops import layout, saved, work, workspace
 from docs.markdown import docstring, page, table
 
@@ -51,10 +53,14 @@ for messages on their way counts, too.
 
 KERNELS = """
 What products and attention take on a GPU is a table of published measurements, made by
-`autopar profile --from FOLDER --into PROFILE -o FILE`; errors are those of a table made without a fifth of the shapes,
-median (90th percentile). All rows, by GPU, dtype and size: `python -m benchmarks.accuracy.gpu_operators` and
-[its results](../benchmarks/accuracy/gpu_operators.md). They are bursts of a device at its highest clock; a training
+`autopar profile --from FOLDER --into PROFILE -o FILE`. They are bursts of a device at its highest clock; a training
 step that lasts runs slower.
+"""
+
+RESIDUALS = """
+How much longer rows took than predicted, by profiles made without them (a fifth of the shapes; each size of a
+collective in turn), by family, by dtype or level, and by predicted time. All rows, by GPU, dtype and size:
+`python -m benchmarks.accuracy.gpu_operators` and [its results](../benchmarks/accuracy/gpu_operators.md).
 """
 
 
@@ -79,6 +85,9 @@ def cost_model() -> str:
         docstring(memory),
         docstring(saved),
         docstring(workspace),
+        "### Of a GPU",
+        docstring(device),
+        table(("profile", "context and buffers", "fragmentation", "usable", "spread", "where from"), _memory(profiles)),
         "## The step",
         SIMULATION,
         "## The shipped profiles",
@@ -97,7 +106,9 @@ def cost_model() -> str:
         _families(profiles),
         "### Kernels of GPUs, by shape",
         KERNELS,
-        table(("profile", "table", "shapes of the grid", "errors at shapes left out", "where from"), _tables(profiles)),
+        table(("profile", "table", "shapes of the grid", "where from"), _tables(profiles)),
+        RESIDUALS,
+        table(("profile", "family", "kind", "predicted", "rows", "median", "90% of rows"), _residuals(profiles)),
         "Measured by others, beside what is predicted without having seen them (microseconds):",
         table(("GPU", "kernel", "shape", "measured", "predicted"), _beside()),
         "## How predictions were checked",
@@ -118,6 +129,15 @@ def _device(profile: Any) -> tuple[str, ...]:
     memory_text = f"{facts['capacity_bytes'] / 1e9:.3g} GB, {facts['memory_bandwidth'] / 1e9:.4g} GB/s"
     names = ", ".join(f"`{name}`" for name in (profile["name"], *profile.get("aliases", ())))
     return names, profile["title"], peaks, memory_text, _source(facts)
+
+
+def _memory(profiles: list[Any]) -> Iterator[tuple[str, ...]]:
+    for profile in (profile for profile in profiles if profile.get("memory")):
+        own = profile["memory"]
+        sizes = [own[f"{name}_bytes"] >> 20 for name in ("context", "workspace", "communicator")]
+        beside = f"{sizes[0]:,} + {sizes[1]} MiB, {sizes[2]} MiB a communicator"
+        usable = f"{own['tight_share']:.0%}"
+        yield f"`{profile['name']}`", beside, f"{own['fragmentation']}", usable, f"{own['spread']}", _source(own)
 
 
 def _source(block: Any) -> str:
@@ -169,9 +189,16 @@ def _tables(profiles: list[Any]) -> Iterator[tuple[str, ...]]:
         for item in profile.get("tables", ()):
             if "like" not in item:
                 shape = " × ".join(str(len(axis)) for axis in item["axes"])
-                errors = "; ".join(f"{name}: {m:.1%} ({p:.1%})" for name, (m, p) in item.get("residuals", {}).items())
                 others = "".join(f"; {told}" for told in of_others.get(item["name"], ()))
-                yield f"`{profile['name']}`", item["name"] + others, shape, errors, _source(item)
+                yield f"`{profile['name']}`", item["name"] + others, shape, _source(item)
+
+
+def _residuals(profiles: list[Any]) -> Iterator[tuple[str, ...]]:
+    for profile in profiles:
+        for item in profile.get("residuals", ()):
+            low, middle, high = (f"{math.expm1(log):+.1%}" for log in item["quantiles"])
+            size, count = size_name(item["from_ns"]), f"{item['count']:,}"
+            yield f"`{profile['name']}`", item["family"], item["kind"], size, count, middle, f"{low} to {high}"
 
 
 def _beside() -> Iterator[tuple[str, ...]]:
