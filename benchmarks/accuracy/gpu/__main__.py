@@ -1,7 +1,7 @@
 """Predicted beside measured training iterations of GPUs, whole steps and peaks of memory.
 
-    python -m benchmarks.accuracy.gpu FILES… [--models CSV] [--source S] [--every N] [--cross-validate] [--fit ROUNDS]
-        [--output FILE]
+    python -m benchmarks.accuracy.gpu FILES… [--models CSV] [--source S] [--every N] [--fast] [--cross-validate]
+        [--fit ROUNDS] [--output FILE]
 
 FILES: CSVs of measured configurations (`rows`), plain or gzipped. Each row becomes the plan that `template_plan` makes
 of it, on the model as its software computes it (`decoder`), and is simulated with the shipped profile of its GPU joined
@@ -44,6 +44,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", type=Path, help="sizes of the models; by default models.csv beside each file")
     parser.add_argument("--source", default="", help="only rows whose source has this in its name")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th row of each file")
+    parser.add_argument("--fast", action="store_true", help="of a grid, only runs that reach half of their cell's best")
     parser.add_argument("--fit", type=int, default=0, metavar="ROUNDS", help="fit the constants and write them")
     parser.add_argument("--cross-validate", action="store_true", help="leave out each model and each source in turn")
     parser.add_argument("--output", type=Path, help="a file for every row as JSON")
@@ -58,8 +59,14 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
     found = []
     for path in options.csv:
         rows = [row for row in read_rows(path, options.models) if options.source.lower() in row.source.lower()]
-        found += rows[:: options.every]
+        found += (reaching_half(rows) if options.fast else rows)[:: options.every]
     return found
+
+
+def reaching_half(rows: list[Row]) -> list[Row]:
+    """Without runs of a grid that are slower than half of their cell's best."""
+    fast = {item.row.id for item in fast_runs(Predicted(row) for row in rows)}
+    return [row for row in rows if not row.cell or row.id in fast]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -88,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _flags(options: argparse.Namespace) -> list[str]:
     given = {"--source": options.source, "--every": options.every if options.every > 1 else ""}
     found = [f"{name} {value}" for name, value in given.items() if value]
-    return [*found, *(["--cross-validate"] if options.cross_validate else [])]
+    return [*found, *(["--fast"] if options.fast else []), *(["--cross-validate"] if options.cross_validate else [])]
 
 
 def worth_fitting(items: Iterable[Planned]) -> list[Planned]:
