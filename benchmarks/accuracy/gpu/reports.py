@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.profiler.text import profile_text
+from benchmarks.accuracy.gpu.odds import calibration
 from benchmarks.accuracy.gpu.predictions import Predicted
 from benchmarks.accuracy.gpu.scores import Figures, by_cell, by_source, by_source_left_out, error, of_grid, scored
 
@@ -24,7 +25,7 @@ def printed(items: Sequence[Predicted], left_out: LeftOut, seconds: int) -> str:
     under constants that were fitted without them, by what was left out together."""
     parts = [_table("source", by_source(items))]
     parts += [_table(f"{what} left out", by_source_left_out(items, errors)) for what, errors in left_out.items()]
-    parts.append(_table("cell", by_cell(items)))
+    parts += [_table("cell", by_cell(items)), calibration(items, left_out.get("model", {})), ""]
     parts += [f"{name}: {_text(name, value)}" for name, value in of_grid(items).items()]
     parts += ["", "not predicted:", *_reasons(items)] if any(item.reason for item in items) else []
     return "\n".join([*filter(None, parts), f"{len(scored(items))} rows; {seconds} s of processor time"])
