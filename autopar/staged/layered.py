@@ -12,11 +12,10 @@ import numpy as np
 from autopar.clock import worked
 from autopar.collector import cached_method
 from autopar.cost import Profile
-from autopar.cost.compute import node_time_ns
 from autopar.interop import Folded, Layers, StageKind, balanced_layers, block_layers, fold
 from autopar.intraop import Sends
 from autopar.ir.constraint import may_run
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Axis
 from autopar.ir.structure import batch_inputs
@@ -32,7 +31,7 @@ from autopar.staging import cut, node_times_ns
 from autopar.template import template_constraints
 from autopar.trace import Blocks
 from autopar.tunables import CORE_STEPS, KIND_S, MOST_LAYERS, PEAK_SLACK
-from autopar.zero import joined, pinned_modules, recomputable, selective_levels
+from autopar.zero import joined, pinned_modules, priced_levels, recomputable
 
 
 class Layered:
@@ -189,15 +188,8 @@ class Layered:
         pinned = pinned_modules(recomputable(self.graph, self.paths), self.request.constraints)
         if pinned is not None:
             return {"pinned": pinned}
-        levels = selective_levels(self.graph, self.paths, self._forward_ns, self.profile.device_type)
-        full = joined(recomputable(self.graph, self.paths).full)
-        return {"none": (), **levels, **({"full": full} if full else {})}
-
-    def _forward_ns(self, node: Node) -> int:
-        """Of an operator on one device."""
-        tensors = self.graph.tensors
-        operands, results = (tuple(tensors[n].shape for n in names) for names in (node.operands, node.results))
-        return node_time_ns(node, operands, results, tensors, self.shared)[0]
+        levels = priced_levels(self.graph, self.paths, self.shared)
+        return {name: joined(groups) for name, groups in levels.items()}
 
     @cached_property
     def path_of_layer(self) -> list[str]:
