@@ -245,6 +245,8 @@ class Layered:
             reduce_ns=columns["reduce_ns"],
             hide_ns=columns["hide_ns"],
             resident_bytes=columns["resident_bytes"],
+            travelling_bytes=columns["travelling_bytes"],
+            most_travelling_bytes=columns["most_travelling_bytes"],
             activation_bytes=columns["activation_bytes"],
             workspace_bytes=columns["workspace_bytes"],
             waiting_bytes=columns["waiting_bytes"],

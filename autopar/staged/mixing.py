@@ -120,7 +120,10 @@ class _MixedStage:
             int(kind.resident_bytes[first:last].sum() + self.in_flight * kind.activation_bytes[first:last].sum())
             for kind, first, last in parts
         )
-        return held + max(int(kind.workspace_bytes[first:last].max()) for kind, first, last in parts)
+        travelling = sum(int(kind.travelling_bytes[first:last].sum()) for kind, first, last in parts)
+        most = max(kind.most_travelling for kind, _, _ in parts)
+        workspace = max(int(kind.workspace_bytes[first:last].max()) for kind, first, last in parts)
+        return held + min(travelling, most) + workspace
 
     def most_kept(self, admitted: int) -> int:
         """Of how many layers less need be computed again, by estimates of up to so many bytes."""

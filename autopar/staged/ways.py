@@ -109,6 +109,7 @@ def peak_of(kind: StageKind, begin: int, end: int, in_flight: int, waiting: int 
     between the two parts of their backward pass: in a pass of the others, or in the second part of one of these.
     """
     stays = int(kind.resident_bytes[begin:end].sum())
+    stays += min(int(kind.travelling_bytes[begin:end].sum()), kind.most_travelling)
     workspace = int(kind.workspace_bytes[begin:end].max())
     kept, waits = (int(sizes[begin:end].sum()) for sizes in (kind.activation_bytes, kind.waiting_bytes))
     fewest = max(0, waiting - 1)
@@ -181,6 +182,7 @@ def _chunked_peak(kind: StageKind, of: _Rounds, row: Schedule, microbatches: int
     )
     kept, waits = (of.sums(sizes).sum(axis=0) for sizes in (kind.activation_bytes, kind.waiting_bytes))
     stays, workspace = of.sums(kind.resident_bytes).sum(axis=0), of.most(kind.workspace_bytes).max(axis=0)
+    stays += np.minimum(of.sums(kind.travelling_bytes).sum(axis=0), kind.most_travelling)
     fewest = np.maximum(0, waiting - 1)
     peak = stays + ((flying - fewest) * kept + fewest * waits) // chunks + workspace
     second = stays + ((flying - waiting) * kept + waiting * waits) // chunks
