@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
 import os
 import re
 import subprocess
@@ -24,6 +25,7 @@ import torch
 
 from autopar.cost.memory import OPTIMIZERS
 from autopar.cost.profile import profile_to_json
+from autopar.cost.residuals import size_name
 from autopar.emit import script
 from autopar.errors import AutoparError, InternalError, MeshError, PlanError
 from autopar.ir.constraint import Constraint
@@ -445,9 +447,12 @@ def _profile_from(options: argparse.Namespace) -> int:
     profile = profile_from_folder(options.folder, base, date.today().isoformat(), options.like)
     options.output.write_text(shipped_text(profile))
     for name, table in profile.tables.items():
-        told = ", ".join(f"{kind} {m:.1%} ({p:.1%})" for kind, (m, p) in table.residuals.items())
-        print(f"  {name.ljust(42)} {f'{table.times:g} × {table.like}' if table.like else told or 'from others'}")
-    print(f"written to {options.output}; of errors, the median and the 90th percentile at shapes that were left out")
+        print(f"  {name.ljust(42)} {f'{table.times:g} × {table.like}' if table.like else 'made of points'}")
+    for item in profile.residuals:
+        low, middle, high = (f"{math.expm1(log):+.1%}" for log in item.quantiles)
+        size = size_name(item.from_ns)
+        print(f"  {f'{item.family} {item.kind} {size}'.ljust(42)} {middle} ({low} to {high}), {item.count} left out")
+    print(f"written to {options.output}; measured against predicted: the median (90% of rows) of what was left out")
     return 0
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from autopar.cost import collectives, compute, crossing, kernels, memory
 from autopar.cost.files import SCHEMA, profiles_folder
+from autopar.cost.residuals import size_name
 from autopar.ops import layout, saved, work, workspace
 from docs.markdown import docstring, page, table
 
@@ -51,10 +53,14 @@ for messages on their way counts, too.
 
 KERNELS = """
 What products and attention take on a GPU is a table of published measurements, made by
-`autopar profile --from FOLDER --into PROFILE -o FILE`; errors are those of a table made without a fifth of the shapes,
-median (90th percentile). All rows, by GPU, dtype and size: `python -m benchmarks.accuracy.gpu_operators` and
-[its results](../benchmarks/accuracy/gpu_operators.md). They are bursts of a device at its highest clock; a training
+`autopar profile --from FOLDER --into PROFILE -o FILE`. They are bursts of a device at its highest clock; a training
 step that lasts runs slower.
+"""
+
+RESIDUALS = """
+How much longer rows took than predicted, by profiles made without them (a fifth of the shapes; each size of a
+collective in turn), by family, by dtype or level, and by predicted time. All rows, by GPU, dtype and size:
+`python -m benchmarks.accuracy.gpu_operators` and [its results](../benchmarks/accuracy/gpu_operators.md).
 """
 
 
@@ -97,7 +103,9 @@ def cost_model() -> str:
         _families(profiles),
         "### Kernels of GPUs, by shape",
         KERNELS,
-        table(("profile", "table", "shapes of the grid", "errors at shapes left out", "where from"), _tables(profiles)),
+        table(("profile", "table", "shapes of the grid", "where from"), _tables(profiles)),
+        RESIDUALS,
+        table(("profile", "family", "kind", "predicted", "rows", "median", "90% of rows"), _residuals(profiles)),
         "Measured by others, beside what is predicted without having seen them (microseconds):",
         table(("GPU", "kernel", "shape", "measured", "predicted"), _beside()),
         "## How predictions were checked",
@@ -169,9 +177,16 @@ def _tables(profiles: list[Any]) -> Iterator[tuple[str, ...]]:
         for item in profile.get("tables", ()):
             if "like" not in item:
                 shape = " × ".join(str(len(axis)) for axis in item["axes"])
-                errors = "; ".join(f"{name}: {m:.1%} ({p:.1%})" for name, (m, p) in item.get("residuals", {}).items())
                 others = "".join(f"; {told}" for told in of_others.get(item["name"], ()))
-                yield f"`{profile['name']}`", item["name"] + others, shape, errors, _source(item)
+                yield f"`{profile['name']}`", item["name"] + others, shape, _source(item)
+
+
+def _residuals(profiles: list[Any]) -> Iterator[tuple[str, ...]]:
+    for profile in profiles:
+        for item in profile.get("residuals", ()):
+            low, middle, high = (f"{math.expm1(log):+.1%}" for log in item["quantiles"])
+            size, count = size_name(item["from_ns"]), f"{item['count']:,}"
+            yield f"`{profile['name']}`", item["family"], item["kind"], size, count, middle, f"{low} to {high}"
 
 
 def _beside() -> Iterator[tuple[str, ...]]:

@@ -20,6 +20,8 @@ from typing import Any
 
 from autopar.cost.files import SCHEMA, profiles_folder
 from autopar.cost.provenance import Provenance as Provenance
+from autopar.cost.residuals import Residual as Residual
+from autopar.cost.residuals import residual_of
 from autopar.cost.tables import Table as Table
 from autopar.cost.tables import read_tables, write_table
 from autopar.errors import ProfileError
@@ -303,6 +305,7 @@ class Profile:
     interference: Mapping[str, Interference] = field(default_factory=dict)  # by level; {}: `Facts.overlap_slowdown`
     call: CollectiveCall | None = None
     other_links: tuple[Link, ...] = ()  # of other networks
+    residuals: tuple[Residual, ...] = ()  # (): predictions were not checked against measurements
     ranks_sharing: int = 1  # ranks on one host that this profile is already slowed down for
     _shared: dict[int, Profile] = field(default_factory=dict, repr=False)
 
@@ -342,6 +345,11 @@ class Profile:
         """FLOP/s for a dtype; the slowest known rate when the profile does not list it."""
         rates = self.facts.peak_flops
         return rates.get(dtype) or min(rates.values())
+
+    def residual(self, family: str, kind: str, predicted_ns: float) -> Residual | None:
+        """How far predictions of such calls were from measurements: of operators of a dtype, of collectives of a level.
+        None where none of the family was checked."""
+        return residual_of(self.residuals, family, self.alike(kind), predicted_ns)
 
     def alike(self, dtype: str) -> tuple[str, ...]:
         """Itself, and the other dtype of two bytes where the device multiplies both as fast."""
@@ -475,6 +483,7 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         waits={(item["level"], item["ranks"]): Waits(**_fields(item)) for item in data.get("waits", ())},
         interference={item["level"]: Interference(**_fields(item)) for item in data.get("interference", ())},
         call=CollectiveCall(**_fields(data["call"])) if data.get("call") else None,
+        residuals=tuple(Residual(**_fields(item)) for item in data.get("residuals", ())),
     )
     _check(profile, origin)
     return profile
@@ -496,6 +505,7 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         **{name: [asdict(item) for item in getattr(profile, name).values()] for name in _KEYS if name not in _OWN},
         "links": [asdict(link) for link in (*profile.links.values(), *profile.other_links)],
         "tables": [write_table(item) for item in profile.tables.values()],
+        "residuals": [asdict(item) for item in profile.residuals],
     }
 
 
@@ -508,8 +518,9 @@ def _validator() -> Any:
 _KEYS = {
     "operators": ("family",), "links": ("level", "network"), "collectives": ("collective", "level", "ranks"),
     "tables": ("name",), "waits": ("level", "ranks"), "interference": ("level",),
+    "residuals": ("family", "kind", "from_ns"),
 }  # fmt: skip
-_OWN = ("operators", "links", "tables")  # are written in their own way
+_OWN = ("operators", "links", "tables", "residuals")  # are written in their own way
 
 
 def _check_keys(items: Iterable[Mapping[str, Any]], name: str, key: tuple[str, ...]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -36,8 +36,7 @@ class Table:
 
     `axes` are the grid's coordinates in increasing order, `rates` the values in row-major order, in `unit_ns`. Outside
     the grid the nearest value on its border holds. No kernel takes less than `least_ns`. `like` names the table that
-    has the axes and rates of this one, whose kernels take `times` as long. `residuals`: by class of sizes, the median
-    and the 90th percentile of relative errors at shapes that were left out.
+    has the axes and rates of this one, whose kernels take `times` as long.
     """
 
     name: str
@@ -48,7 +47,6 @@ class Table:
     least_ns: float = 0.0
     like: str | None = None
     times: float = 1.0
-    residuals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def family(self) -> str:
@@ -101,9 +99,8 @@ def read_tables(items: Sequence[Mapping[str, Any]], origin: str) -> dict[str, Ta
 
 
 def _read(item: Mapping[str, Any], before: Mapping[str, Table], origin: str) -> Table:
-    fields = {name: value for name, value in item.items() if name not in ("rates", "axes", "provenance", "residuals")}
-    residuals = {name: (pair[0], pair[1]) for name, pair in item.get("residuals", {}).items()}
-    fields |= {"provenance": Provenance(**item["provenance"]), "residuals": residuals}
+    fields = {name: value for name, value in item.items() if name not in ("rates", "axes", "provenance")}
+    fields["provenance"] = Provenance(**item["provenance"])
     if item.get("like") is None:
         rates = _numbers(item, origin) if item["rates"] and isinstance(item["rates"][0], str) else item["rates"]
         return Table(axes=tuple(map(tuple, item["axes"])), rates=tuple(rates), **fields)
@@ -132,7 +129,6 @@ def write_table(table: Table) -> dict[str, Any]:
         found |= {"axes": [list(axis) for axis in table.axes], "rates": _written(table)}
     others = {"unit_ns": (table.unit_ns, 1.0), "least_ns": (table.least_ns, 0.0), "times": (table.times, 1.0)}
     found |= {name: value for name, (value, usual) in others.items() if value != usual}
-    found |= {"residuals": {name: list(pair) for name, pair in table.residuals.items()}} if table.residuals else {}
     return {**found, "provenance": dict(vars(table.provenance))}
 
 

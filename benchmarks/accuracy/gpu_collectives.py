@@ -24,26 +24,18 @@ import json
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile, collective_time_ns
-from autopar.cost.collectives import measured_ns
-from autopar.cost.profile import CollectivePoints, Link, Provenance, profile_from_json
+from autopar.cost.profile import Link, profile_from_json
 from autopar.ir.placement import Axis
 from autopar.profiler import load_profile
-from autopar.profiler.published.collectives import (
-    FLOATS_ONLY,
-    INTEGERS,
-    collective_blocks,
-    completed,
-    extrapolated,
-    served_by,
-    thinned,
-)
+from autopar.profiler.published.checking import sizes_left_out
+from autopar.profiler.published.collectives import FLOATS_ONLY, INTEGERS, collective_blocks, extrapolated
 from autopar.profiler.published.measurements import Measurement, read_measurements
 from autopar.profiler.published.networks import fitted_network
 from autopar.profiler.text import profile_text
@@ -132,24 +124,8 @@ def _cost_ns(row: Measurement, profile: Profile) -> int:
 def cross_validated(rows: Sequence[Measurement]) -> list[Prediction]:
     """Each size but the largest predicted from the others, GPU by GPU."""
     gpus = sorted({row.gpu for row in rows})
-    return [item for gpu in gpus for item in _left_out([row for row in rows if row.gpu == gpu])]
-
-
-def _left_out(rows: Sequence[Measurement]) -> Iterator[Prediction]:
-    served = served_by(rows)
-    curves = {key: thinned(own) for key, own in served.items()}
-    for key, curve in curves.items():
-        for size in sorted(curve)[:-1]:
-            others = {**curves, key: {other: time for other, time in curve.items() if other != size}}
-            if others[key]:
-                points = _as_points(*key, completed(others)[key])
-                near = [row for row in served[key] if 2**-0.25 <= row.num_bytes / size < 2**0.25]
-                yield from (Prediction(row, measured_ns(points, row.num_bytes)) for row in near)
-
-
-def _as_points(op: str, ranks: int, curve: Mapping[int, float]) -> CollectivePoints:
-    points = tuple((size, round(time)) for size, time in sorted(curve.items()))
-    return CollectivePoints(op, "intra_node", ranks, points, Provenance("published", "left out", "2026-01-01"))
+    own = ([row for row in rows if row.gpu == gpu] for gpu in gpus)
+    return [Prediction(*found) for some in own for found in sizes_left_out(some)]
 
 
 # The report ----------------------------------------

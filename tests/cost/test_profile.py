@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 
 from autopar.cost import Profile
 from autopar.cost.files import profiles_folder
-from autopar.cost.profile import profile_from_json, profile_to_json
+from autopar.cost.profile import Provenance, Residual, profile_from_json, profile_to_json
 from autopar.errors import ProfileError
 from autopar.profiler import load_profile, profile_names, template_profile
+from tests.oracles.frozen.cases import PROFILES
 
 SHIPPED = ("a100", "a100-40gb", "b200", "gb200", "h100", "h200", "l4", "l40s", "v100")
 
@@ -185,3 +187,22 @@ def test_a_device_is_sold_with_several_networks() -> None:
     assert again.other_links == profile.other_links and again.links == profile.links
     with pytest.raises(ProfileError, match="one item for each level and network"):
         profile_from_json({**data, "links": [near, far, far]}, "twice")
+
+
+def test_a_residual_is_of_the_class_that_a_call_is_in_and_of_its_dtype() -> None:
+    source = Provenance("fitted", "rows left out", "2026-11-26")
+    known = [
+        Residual("matmul", kind, from_ns, 10, (-0.1, 0.0, middle), source)
+        for kind, from_ns, middle in (("bfloat16", 0, 1.0), ("bfloat16", 20_000, 2.0), ("float32", 1_000_000, 3.0))
+    ]
+    made = replace(load_profile(PROFILES["h100"]), residuals=tuple(known))
+    found = [
+        made.residual("matmul", kind, ns)
+        for kind, ns in (("bfloat16", 19_999), ("float16", 20_000), ("bfloat16", 10**8), ("float32", 5), ("int8", 5))
+    ]
+    assert [item and item.quantiles[2] for item in found] == [1.0, 2.0, 2.0, 3.0, 1.0]
+    assert made.residual("softmax", "bfloat16", 5) is None
+    again = profile_from_json(json.loads(json.dumps(profile_to_json(made))), "again")
+    assert again.residuals == made.residuals
+    with pytest.raises(ProfileError, match="twice"):
+        profile_from_json(json.loads(json.dumps(profile_to_json(replace(made, residuals=(known[0],) * 2)))), "double")

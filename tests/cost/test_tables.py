@@ -123,7 +123,7 @@ def test_attention_stands_by_sequences_of_all_heads_length_width_and_sharing() -
 def test_large_tables_are_lines_of_text_and_others_name_what_they_are_like() -> None:
     axes = tuple(tuple(float(2**n) for n in range(count)) for count in (20, 20, 20))
     rates = tuple(float(f"{1 + n % 977 / 7:.3g}") for n in range(8000))
-    large = Table("NT bfloat16", axes, rates, SOURCE, 1e-6, 900.0, residuals={"all": (0.03, 0.1)})
+    large = Table("NT bfloat16", axes, rates, SOURCE, 1e-6, 900.0)
     known = device(large, like(large, "TN bfloat16", 1.25))
     data: dict[str, Any] = json.loads(json.dumps(profile_to_json(known)))
     first, second = data["tables"]

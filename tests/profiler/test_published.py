@@ -118,8 +118,6 @@ def test_products_that_were_left_out_are_predicted(made: Profile, folder: Path) 
     assert table.kernel_ns((4096, 4096, 4096), 2 * 4096**3) == pytest.approx(
         1000 * product_us(4096, 4096, 4096), rel=0.01
     )
-    middle, worst = table.residuals["m, n, k of 256 or more"]
-    assert 0 < middle < 0.06 and worst < 0.2
     assert "another, one" in table.provenance.source
     rows = read_rows(folder, "gemm_H100.csv.gz")
     errors = [
@@ -127,6 +125,18 @@ def test_products_that_were_left_out_are_predicted(made: Profile, folder: Path) 
     ]
     assert len(errors) == 1 and 2 * 0.15 * len(SIZES) ** 3 < errors[0]["rows"] < 2 * 0.25 * len(SIZES) ** 3
     assert errors[0]["median"] < 0.07
+
+
+def test_residuals_are_of_rows_that_were_left_out(made: Profile) -> None:
+    """Two softwares, 2% apart from each other's mean: most rows lie within a few percent, none of it by chance."""
+    known = {(item.family, item.kind): item for item in made.residuals if item.from_ns == 20_000}
+    assert {family for family, _ in known} == {"matmul", "attention"}
+    item = known["matmul", "bfloat16"]
+    low, middle, high = item.quantiles
+    assert -0.25 < low < -0.015 and abs(middle) < 0.05 and 0.015 < high < 0.25
+    assert item.count > 100 and "left out" in item.provenance.source
+    assert made.residual("matmul", "float16", 30_000) is item, "multiplied as fast"
+    assert made.residual("softmax", "bfloat16", 30_000) is None
 
 
 def test_gradients_are_so_many_times_as_slow_as_the_tables_of_training_say(made: Profile) -> None:
@@ -180,7 +190,7 @@ def test_another_gpu_has_times_by_its_own_peak_and_bandwidth(made: Profile) -> N
     found = {table.name: table for table in carried(made.tables.values(), "H100", facts, half)}
     for name, at in (("NT bfloat16", (8192,) * 3), ("flash causal forward bfloat16", (256, 8192, 128, 1))):
         assert found[name].ns_per_flop(at) == pytest.approx(2 * made.tables[name].ns_per_flop(at), rel=0.02)
-        assert found[name].provenance.kind == "assumed" and not found[name].residuals
+        assert found[name].provenance.kind == "assumed"
     small = (64, 64, 64)
     assert found["NT bfloat16"].ns_per_flop(small) == pytest.approx(
         made.tables["NT bfloat16"].ns_per_flop(small), rel=0.02

@@ -25,8 +25,8 @@ from autopar.cost.profile import Profile
 from autopar.cost.provenance import Provenance
 from autopar.cost.tables import Table
 from autopar.profiler.published.grids import Array, fitted
-from autopar.profiler.published.products import UNIT_NS, spread
-from autopar.profiler.published.rows import Row, Shape, Taken, everything, four_fifths, grouped, read_rows, shape_of
+from autopar.profiler.published.products import UNIT_NS
+from autopar.profiler.published.rows import Row, Shape, Taken, everything, grouped, read_rows, shape_of
 
 COLUMNS = ("batch", "q_len", "kv_len", "heads", "kv_heads", "head_dim", "causal")
 KINDS = {"1": "causal", "0": "full"}
@@ -100,17 +100,7 @@ def place_of(shape: Shape) -> tuple[float, float, float, float]:
 
 
 def _table(name: str, points: Points, source: str, date: str) -> Table:
-    made = _of_points(name, points, Provenance("published", f"{source}; {len(points)} shapes", date))
-    inner = {shape: time for shape, time in points.items() if four_fifths(shape)}
-    rest = [shape for shape in points if shape not in inner]
-    if not rest:
-        return made
-    checked = _of_points(name, inner, made.provenance)
-    errors = [abs(checked.kernel_ns(place_of(shape), flops_of(shape)) / points[shape] - 1) for shape in rest]
-    return replace(made, residuals={"all": spread(errors)})
-
-
-def _of_points(name: str, points: Points, provenance: Provenance) -> Table:
+    provenance = Provenance("published", f"{source}; {len(points)} shapes", date)
     places = np.array([place_of(shape) for shape in points])
     rates = np.array([math.log(time / flops_of(shape) / UNIT_NS) for shape, time in points.items()])
     return _on_grid(name, places, rates, provenance, min(points.values()))
@@ -162,7 +152,7 @@ def _alias(table: Table, kernel: str, times: float, provenance: Provenance) -> T
     """Another kernel's table, in terms of this one."""
     _, _, rest = table.name.partition(" ")
     like, own = table.like or table.name, float(f"{times * table.times:.4g}")
-    return replace(table, name=f"{kernel} {rest}", like=like, times=own, provenance=provenance, residuals={})
+    return replace(table, name=f"{kernel} {rest}", like=like, times=own, provenance=provenance)
 
 
 def _without_mask(causal: Table, encoders: Points, provenance: Provenance) -> Table:

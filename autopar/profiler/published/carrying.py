@@ -41,7 +41,7 @@ def carried(tables: Iterable[Table], gpu: str, own: Facts, other: Facts) -> list
     for table in tables:
         source = f"carried over from {gpu} by peak and bandwidth: {table.provenance.source}"
         provenance = Provenance("assumed", source, table.provenance.date)
-        made = replace(table, provenance=provenance, residuals={})
+        made = replace(table, provenance=provenance)
         if table.like is None:
             rates = _products(table, own, other) if table.name.startswith("NT") else _attention(table, own, other)
             made = replace(made, rates=tuple(float(f"{rate:.3g}") for rate in rates))

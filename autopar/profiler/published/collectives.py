@@ -57,7 +57,7 @@ def collective_blocks(folder: Path, gpu: str) -> CollectiveBlocks:
 
     Raises ValueError for a table that lacks columns.
     """
-    rows = [row for path in _tables(folder) for row in read_measurements(path) if row.gpu == gpu]
+    rows = [row for path in tables_of(folder) for row in read_measurements(path) if row.gpu == gpu]
     served = {key: own for key, own in served_by(rows).items() if key[0] != "send" or own[0].nodes == 1}
     curves = completed({key: thinned(own) for key, own in served.items()})
     links = fitted_link(curves, served)
@@ -69,11 +69,13 @@ def collective_blocks(folder: Path, gpu: str) -> CollectiveBlocks:
 def gpus_of(folder: Path) -> list[str]:
     """The GPUs whose collectives the folder's tables have, those with most rows first."""
     return [
-        gpu for gpu, _ in Counter(row.gpu for path in _tables(folder) for row in read_measurements(path)).most_common()
+        gpu
+        for gpu, _ in Counter(row.gpu for path in tables_of(folder) for row in read_measurements(path)).most_common()
     ]
 
 
-def _tables(folder: Path) -> list[Path]:
+def tables_of(folder: Path) -> list[Path]:
+    """A folder's files of collectives."""
     return sorted(path for path in folder.glob("collectives*") if path.name.endswith((".csv", ".csv.gz")))
 
 

@@ -7,23 +7,34 @@ What a folder says nothing of stays what it was, with its source. A profile's GP
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from autopar.cost.profile import Profile
+from autopar.cost.provenance import Provenance
+from autopar.cost.residuals import Residual
 from autopar.errors import ProfileError
+from autopar.profiler.library import load_profile, profile_names
 from autopar.profiler.published.attention import attention_tables
 from autopar.profiler.published.carrying import carried, facts_of
+from autopar.profiler.published.checking import collective_calls, operator_calls, residuals_of
 from autopar.profiler.published.collectives import gpus_of, with_collectives
 from autopar.profiler.published.products import product_tables
-from autopar.profiler.published.rows import Taken, everything, gpus_in
+from autopar.profiler.published.rows import Taken, everything, four_fifths, gpus_in
 
 
-def profile_from_folder(folder: Path, base: Profile, date: str, like: str = "", taken: Taken = everything) -> Profile:
-    """The profile `base` with what the folder's tables say of its GPU, or of the GPU `like` that it resembles, and with
-    the links and collectives of its own GPU, as far as tables have them.
+def profile_from_folder(folder: Path, base: Profile, date: str, like: str = "") -> Profile:
+    """The profile `base` with what the folder's tables say of its GPU, or of the GPU `like` that it resembles, with the
+    links and collectives of its own GPU, as far as tables have them, and with residuals of what was left out.
 
-    taken: the shapes that are fitted to. Raises ProfileError where the folder knows no such GPU.
+    Raises ProfileError where the folder knows no such GPU.
     """
+    made = blocks_from_folder(folder, base, date, like)
+    return replace(made, residuals=_residuals(folder, base, date, like), _shared={})
+
+
+def blocks_from_folder(folder: Path, base: Profile, date: str, like: str = "", taken: Taken = everything) -> Profile:
+    """The profile without its residuals. taken: the shapes that are fitted to."""
     gpu = like or gpu_of(folder, base)
     own = facts_of(gpu) if like else base.facts
     products = product_tables(folder, gpu, own, date, taken)
@@ -34,9 +45,19 @@ def profile_from_folder(folder: Path, base: Profile, date: str, like: str = "", 
     operators = {
         name: replace(curve, call_ns=(0, 0)) if name in known else curve for name, curve in base.operators.items()
     }
-    made = replace(base, operators=operators, tables={table.name: table for table in tables}, _shared={})
+    made = replace(base, operators=operators, tables={table.name: table for table in tables}, residuals=(), _shared={})
     linked = [name for name in gpus_of(folder) if is_of(base, name)]
     return with_collectives(made, folder, linked[0]) if linked else made
+
+
+def _residuals(folder: Path, base: Profile, date: str, like: str) -> tuple[Residual, ...]:
+    """Of operators and of collectives."""
+    checked = blocks_from_folder(folder, base, date, like, four_fifths)
+    own = operator_calls(checked, folder, partial(is_of, base), lambda shape: not four_fifths(shape))
+    found = residuals_of(own, Provenance("fitted", f"rows of {folder.name} of shapes left out", date))
+    linked = [name for name in gpus_of(folder) if is_of(base, name)][:1]
+    across = (call for name in linked for call in collective_calls(folder, name))
+    return found + residuals_of(across, Provenance("fitted", f"rows of {folder.name} of sizes left out", date))
 
 
 def gpu_of(folder: Path, profile: Profile) -> str:
@@ -52,8 +73,14 @@ def gpu_of(folder: Path, profile: Profile) -> str:
 
 
 def is_of(profile: Profile, gpu: str) -> bool:
-    """Whether a GPU of that name is the profile's."""
-    return _words(profile.name) <= _words(gpu)
+    """Whether a GPU of that name is the profile's: all words of one of its names are in it, and no shipped profile's
+    name has more of them (the V100 is `V100-PCIe-32GB`; the A100 is not `A100-PCIe-40GB`)."""
+    return 0 < _likeness(profile, gpu) >= max(_likeness(load_profile(name), gpu) for name in profile_names())
+
+
+def _likeness(profile: Profile, gpu: str) -> int:
+    names = map(_words, (profile.name, *profile.aliases))
+    return max((len(words) for words in names if words <= _words(gpu)), default=0)
 
 
 def _words(name: str) -> set[str]:

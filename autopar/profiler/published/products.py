@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import geometric_mean, median
 
@@ -23,7 +22,7 @@ from autopar.cost.profile import Facts
 from autopar.cost.provenance import Provenance
 from autopar.cost.tables import Table
 from autopar.profiler.published.grids import Array, completed
-from autopar.profiler.published.rows import Row, Shape, Taken, everything, four_fifths, grouped, read_rows, shape_of
+from autopar.profiler.published.rows import Row, Shape, Taken, everything, grouped, read_rows, shape_of
 
 SIZES = ("m", "n", "k")
 #: (gpu, software, dtype) whose figures cannot be, and why
@@ -37,7 +36,6 @@ UNIT_NS = 1e-6  # rates of GPUs are a few femtoseconds a FLOP
 LAYOUTS = {"grad_input": "NN", "grad_weight": "TN"}
 FIXED_NS = 2000.0  # of the roofline: about what the least kernel takes
 REACHED = 0.7  # of peak and bandwidth, of the roofline
-LARGE = 256  # sizes from which on a product is one of a model's layers
 
 Points = Mapping[Shape, float]
 """Nanoseconds by (m, n, k)."""
@@ -52,7 +50,7 @@ def product_tables(folder: Path, gpu: str, facts: Facts, date: str, taken: Taken
         points, software = merged_points(own, taken)
         if _is_grid(points):
             source = f"{gpu}, products of {', '.join(software)}; {len(points)} shapes"
-            forward[dtype] = _table(points, dtype, facts, source, date)
+            forward[dtype] = _of_grid(points, dtype, facts, Provenance("published", source, date))
     gradients = _gradients(folder, gpu, forward, date)
     return [*forward.values(), *(_like(table, *told) for table in forward.values() for told in gradients)]
 
@@ -88,27 +86,9 @@ def _axes(points: Points) -> list[list[float]]:
     return [[float(size) for size in sorted({shape[axis] for shape in points})] for axis in range(3)]
 
 
-def _table(points: Points, dtype: str, facts: Facts, source: str, date: str) -> Table:
-    """Of all points, with the errors of a table that is made without a fifth of them."""
-    made = _of_grid(points, _axes(points), dtype, facts, Provenance("published", source, date))
-    inner = {shape: time for shape, time in points.items() if four_fifths(shape)}
-    rest = [shape for shape in points if shape not in inner]
-    if not rest:
-        return made
-    checked = _of_grid(inner, _axes(points), dtype, facts, made.provenance)
-    errors = {shape: abs(checked.kernel_ns(shape, 2.0 * math.prod(shape)) / points[shape] - 1) for shape in rest}
-    large = [error for shape, error in errors.items() if min(shape) >= LARGE]
-    residuals = {f"m, n, k of {LARGE} or more": spread(large), "all": spread([*errors.values()])}
-    return replace(made, residuals=residuals)
-
-
-def spread(errors: list[float]) -> tuple[float, float]:
-    """The median and the 90th percentile, in four digits."""
-    return float(f"{median(errors):.4g}"), float(f"{np.quantile(errors, 0.9):.4g}")
-
-
-def _of_grid(points: Points, axes: list[list[float]], dtype: str, facts: Facts, provenance: Provenance) -> Table:
+def _of_grid(points: Points, dtype: str, facts: Facts, provenance: Provenance) -> Table:
     """Times over their roofline on the grid, completed, and back."""
+    axes = _axes(points)
     places = [{size: number for number, size in enumerate(axis)} for axis in axes]
     values = np.full([len(axis) for axis in axes], np.nan)
     for shape, time in points.items():

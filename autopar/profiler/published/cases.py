@@ -1,0 +1,166 @@
+"""Rows of tables of operators' times as questions to the cost model: what was run, and how long it took.
+
+A row's columns say what it is (`READERS`); rows of kinds that the model does not know are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+from autopar.cost.compute import node_time_ns
+from autopar.cost.profile import Profile
+from autopar.ir.graph import DTYPE_BYTES, Node, Ref, Tensor
+from autopar.ir.placement import Shape
+from autopar.ops.table import operator
+from autopar.profiler.published.attention import COLUMNS as ATTENTION
+from autopar.profiler.published.attention import kernel_of
+from autopar.profiler.published.products import DTYPES, SIZES, is_trusted
+from autopar.profiler.published.rows import Row, shape_of
+
+
+class MeasuredCall(NamedTuple):
+    """A measured operator: what it is, and what the cost model is asked."""
+
+    family: str
+    size: str
+    key: tuple[int, ...]
+    node: Node
+    operands: tuple[Shape, ...]
+    result: Shape
+    gpu: str
+    dtype: str
+    software: str
+    measured_ns: float
+    wanted: tuple[bool, ...] = ()  # operands that a gradient is made of: all
+    direction: int = 0
+    kernel: str = ""
+
+    @property
+    def operators(self) -> str:
+        """The family of its operator in a profile."""
+        return operator(self.node.op).work.family
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether its software's figures of that GPU can be."""
+        return bool(self.kernel) or is_trusted({"gpu": self.gpu, "software": self.software, "dtype": self.dtype})
+
+    def predicted_ns(self, profile: Profile) -> int:
+        """The cost model's."""
+        tensors = _tensors(self.node, self.dtype, self.wanted)
+        return node_time_ns(self.node, self.operands, (self.result,), tensors, profile)[self.direction]
+
+
+@cache
+def _tensors(node: Node, dtype: str, wanted: tuple[bool, ...]) -> Mapping[str, Tensor]:
+    flags = dict(zip(node.operands, wanted, strict=False))
+    names = (*node.operands, *node.results)
+    return {name: Tensor(name, (1,), dtype, flags.get(name, True)) for name in names}
+
+
+# Rows -------------------------------------------------------------------
+
+LINEAR = Node("y", "aten.linear.default", (Ref("x"), Ref("w")), (), ("y",))
+GRADIENTS = {"grad_input": (True, False), "grad_weight": (False, True)}
+
+
+def _attention_node(causal: bool) -> Node:
+    operands = (Ref("q"), Ref("k"), Ref("v"))
+    return Node("y", "aten.scaled_dot_product_attention.default", operands, (("is_causal", causal),), ("y",))
+
+
+ATTENTION_NODES = {causal: _attention_node(causal) for causal in (False, True)}
+
+
+def _measured(row: Row) -> dict[str, Any]:
+    dtype = DTYPES.get(row["dtype"], row["dtype"])
+    named = {"gpu": row["gpu"], "dtype": dtype, "software": row["software"]}
+    return {**named, "measured_ns": 1000 * float(row["time_us"])}
+
+
+def _product(row: Row) -> MeasuredCall | None:
+    m, n, k = shape = shape_of(row, SIZES)
+    size = "m, n, k of 256 or more" if min(shape) >= 256 else "less"
+    return MeasuredCall("products", size, shape, LINEAR, ((m, k), (n, k)), (m, n), **_measured(row))
+
+
+def _trained_product(row: Row) -> MeasuredCall | None:
+    """Of a layer's three: the gradients are those of a product of other sizes."""
+    m, n, k = shape_of(row, SIZES)
+    if row["batch"] != "1":
+        return None
+    family = f"products, {row['role'].replace('_', ' of the ')}"
+    if row["role"] == "forward":
+        return _product(row)._replace(family=family)  # type: ignore[union-attr] # never None
+    rows, features, width = (m, k, n) if row["role"] == "grad_input" else (k, m, n)
+    wanted = GRADIENTS[row["role"]]
+    shapes = ((rows, width), (features, width)), (rows, features)
+    return MeasuredCall(family, "", (m, n, k), LINEAR, *shapes, wanted=wanted, direction=1, **_measured(row))
+
+
+def _attention(row: Row) -> MeasuredCall | None:
+    shape = shape_of(row, ATTENTION)
+    batch, queries, keys, heads, shared, width, causal = shape
+    q, kv = (batch, heads, queries, width), (batch, shared, keys, width)
+    size = "above 1 ms" if float(row["time_us"]) > 1000 else "20 µs to 1 ms" if float(row["time_us"]) > 20 else "less"
+    family, kernel = f"attention, {'causal' if causal else 'no mask'}", kernel_of(row)
+    return MeasuredCall(
+        family, size, shape, ATTENTION_NODES[bool(causal)], (q, kv, kv), q, kernel=kernel, **_measured(row)
+    )
+
+
+def _trained_attention(row: Row) -> MeasuredCall | None:
+    columns = ("batch", "seq", "heads", "kv_heads", "qk_head_dim", "v_head_dim", "causal")
+    batch, length, heads, shared, width, values, causal = shape = shape_of(row, columns)
+    q, k, v = ((batch, count, length, wide) for count, wide in ((heads, width), (shared, width), (shared, values)))
+    family, node = f"attention, trained, {row['pass']}", ATTENTION_NODES[bool(causal)]
+    direction = int(row["pass"] == "backward")
+    return MeasuredCall(family, "", shape, node, (q, k, v), (*q[:3], values), direction=direction, **_measured(row))
+
+
+#: operators that move bytes and compute little: (name in aten, number of operands)
+MOVING = {
+    **{op: (f"{op}.Tensor", 2) for op in ("add", "mul", "div")}, "gelu": ("gelu.default", 1),
+    "relu": ("relu.default", 1), "tanh": ("tanh.default", 1), "softmax": ("_softmax.default", 1),
+    "layer_norm": ("layer_norm.default", 1), "rms_norm": ("rms_norm.default", 1),
+}  # fmt: skip
+MOVING_NODES = {
+    op: Node("y", f"aten.{name}", tuple(Ref(x) for x in "ab"[:count]), (), ("y",))
+    for op, (name, count) in MOVING.items()
+}
+
+
+def _moving(row: Row) -> MeasuredCall | None:
+    """Of those that float32 tables have, the small ones time the launch from the host: their class says so."""
+    if row["op"] not in MOVING or row["pass"] != "forward":
+        return None
+    shape, count = shape_of(row, ("rows", "cols")), MOVING[row["op"]][1]
+    is_large = shape[0] * shape[1] * DTYPE_BYTES[row["dtype"]] >= 1 << 25
+    size = "of 32 MiB or more" if is_large else "less"
+    node = MOVING_NODES[row["op"]]
+    return MeasuredCall(f"memory-bound, {row['op']}", size, shape, node, (shape,) * count, shape, **_measured(row))
+
+
+#: what a row's columns say it is
+READERS: tuple[tuple[set[str], Callable[[Row], MeasuredCall | None]], ...] = (
+    ({"role", "layout", *SIZES}, _trained_product),
+    ({"pass", "qk_head_dim"}, _trained_attention),
+    ({*ATTENTION, "kernel"}, _attention),
+    ({"op", "rows", "cols"}, _moving),
+    (set(SIZES), _product),
+)
+
+
+def cases_of(rows: Iterable[Row]) -> Iterator[MeasuredCall]:
+    """What the rows measured, as far as it is known here and in a dtype that the cost model has."""
+    for row in rows:
+        reader = next((reader for columns, reader in READERS if columns <= row.keys()), None)
+        if reader is None or DTYPES.get(row["dtype"], row["dtype"]) not in DTYPE_BYTES:
+            continue
+        if reader is _product and "batch" in row:  # batches of products
+            continue
+        case = reader(row)
+        if case is not None:
+            yield case
