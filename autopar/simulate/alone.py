@@ -315,8 +315,10 @@ class LayerCost(NamedTuple):
     forward_ns, backward_ns: of a microbatch, where none is the first or the last, beside a layer during which its
     parameters were gathered. receive_ns: of a microbatch, to fetch what crosses the border before the layer, to send
     its gradient back, and to wait for parameters that no layer before hides. reduce_ns: a step, gathering parameters
-    and summing gradients over ranks, which up to `hide_ns` of passes can run beside. optimizer_ns: a step.
-    resident_bytes: parameters, gradients and optimizer state. travelling_bytes: what gradients on their way take beside
+    and summing gradients over ranks, which up to `hide_ns` of passes can run beside. last_ns: by how much the last
+    microbatch's backward pass is longer, as few buckets of gradients are on their way at a time. optimizer_ns: a step.
+    resident_bytes: parameters, gradients and optimizer state, of which gradient_bytes are there from the first backward
+    pass on. travelling_bytes: what gradients on their way take beside
     that, of which a stage has that of all its layers, but at most `most_travelling_bytes`, as few buckets are on their
     way at a time. activation_bytes: of each microbatch in flight.
     workspace_bytes: what a pass takes beside both. Of backward passes in two parts, if these were played (else 0):
@@ -330,8 +332,10 @@ class LayerCost(NamedTuple):
     receive_ns: int
     reduce_ns: int
     hide_ns: int
+    last_ns: int
     optimizer_ns: int
     resident_bytes: int
+    gradient_bytes: int
     travelling_bytes: int
     most_travelling_bytes: int
     activation_bytes: int
@@ -392,16 +396,20 @@ def _cost(player: PartedStage, microbatches: int, receive_ns: int, constants_onc
     kept = _net(one.allocations) if count > 1 else max(0, first - end_of_step)
     but = CONSTANTS if constants_once else None
     resident, arrived = _between(passes, kept, but), _between(passes, kept, but, arrived=True)
+    before = _between(passes[: 1 + count], kept, but)
     forward_ns, *backward_ns = (_amid_layers_ns(done, player.variants.profile) for done in (one, *back))
     length, busy = forward_ns + sum(backward_ns), _link_ns([one, *back])
+    last_ns = max(0, backward[-1].length_ns - back[0].length_ns) if trains else 0
     return LayerCost(
         forward_ns=forward_ns,
         backward_ns=sum(backward_ns),
         receive_ns=receive_ns + max(0, sum(done.length_ns for done in (one, *back)) - length),
         reduce_ns=_link_ns([begin]) + _link_ns(backward[-1:]) - _link_ns(back),
-        hide_ns=max(0, length - busy),
+        hide_ns=max(0, length + last_ns - busy),
+        last_ns=last_ns,
         optimizer_ns=player.optimizer_ns,
         resident_bytes=arrived,
+        gradient_bytes=max(0, arrived - before),
         travelling_bytes=resident - arrived,
         most_travelling_bytes=round((resident - arrived) * _buckets_on_their_way(passes)),
         activation_bytes=kept,

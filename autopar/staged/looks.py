@@ -278,7 +278,8 @@ class Looks:
             for choice in (found.best, *found.runners_up[:RUNNERS_UP], *self._equally_cut(kind, found.best, count)):
                 of_layer = tuple(n for n, (begin, end, _) in enumerate(choice.stages) for _ in range(begin, end))
                 peak = largest_peak(kinds, of_layer, count, schedule)
-                step, bound = choice.step_ns, found.lower_bound_ns
+                last_ns = int(kind.last_ns.sum())  # one stage waits for the other, wherever they begin
+                step, bound = choice.step_ns + last_ns, found.lower_bound_ns + last_ns
                 yield EstimatedStages(ways, schedule, of_layer, again, step, peak, bound)
                 for later in in_two_parts(count, stages) if may_wait else ():
                     less = step - hidden_bubble(kinds, of_layer, count, later)

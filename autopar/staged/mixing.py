@@ -79,6 +79,8 @@ def _candidates(
     count = ways[0].setting.microbatches
     again = tuple(ways[stage].recompute for stage in of_layer)
     peak = largest_peak(of_stage, of_layer, count, PLAIN)
+    last_ns = sum(int(kind.last_ns[begin:end].sum()) for kind, (begin, end, _) in zip(of_stage, stages, strict=True))
+    step_ns += last_ns
     found = layered.in_time(EstimatedStages(ways, PLAIN, of_layer, again, step_ns, peak, bound_ns))
     if len(set(ways)) > 1:
         yield found
