@@ -32,6 +32,7 @@ from autopar.ir.plan import Plan, Rewriting, rule_counts
 from autopar.ir.tried import Tried
 from autopar.ir.writing import write_whole
 from autopar.microbatch import check_plan
+from autopar.odds import with_odds
 from autopar.profiler import load_profile, profiles_of
 from autopar.progress import Ended, Report, reporting, reporting_passes
 from autopar.request import Request
@@ -325,7 +326,7 @@ def _told(best: Candidate, context: Context) -> Plan:
     said = f"{said}; the clock struck in pass {context.struck_in}" if context.struck_in else said
     rewriting = None if context.rewriting is None else context.rewriting()
     report = replace(plan.search, tried=tuple(rows), rewriting=rewriting, stop_reason=said)
-    return replace(plan, substitutions=best.variant.steps, search=report)
+    return with_odds(replace(plan, substitutions=best.variant.steps, search=report), best.graph)
 
 
 def _dump(name: str, found: Sequence[Candidate]) -> None:

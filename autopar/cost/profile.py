@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from autopar.cost.device import DeviceMemory as DeviceMemory
 from autopar.cost.files import SCHEMA, profiles_folder
 from autopar.cost.provenance import Provenance as Provenance
 from autopar.cost.residuals import Residual as Residual
@@ -304,6 +305,7 @@ class Profile:
     waits: Mapping[tuple[str, int], Waits] = field(default_factory=dict)
     interference: Mapping[str, Interference] = field(default_factory=dict)  # by level; {}: `Facts.overlap_slowdown`
     call: CollectiveCall | None = None
+    memory: DeviceMemory | None = None  # None: a device holds what is allocated and the stated reserve
     other_links: tuple[Link, ...] = ()  # of other networks
     residuals: tuple[Residual, ...] = ()  # (): predictions were not checked against measurements
     ranks_sharing: int = 1  # ranks on one host that this profile is already slowed down for
@@ -311,7 +313,10 @@ class Profile:
 
     @property
     def usable_bytes(self) -> int:
-        """The default memory limit of a device: its capacity less the stated reserve."""
+        """The default memory limit of a device, of what is allocated: as much as leaves it room for all else that a
+        process takes (`DeviceMemory`), or its capacity less the stated reserve."""
+        if self.memory is not None:
+            return self.memory.usable_bytes(self.facts.capacity_bytes)
         return self.facts.capacity_bytes - self.facts.reserve_bytes
 
     def link(self, level: str) -> Link:
@@ -385,6 +390,7 @@ class Profile:
     def provenance(self) -> dict[str, str]:
         """The source of each block, for plans and reports."""
         blocks: dict[str, Provenance] = {"facts": self.facts.provenance}
+        blocks |= {"memory": self.memory.provenance} if self.memory else {}
         blocks |= {"host": self.host.provenance} if self.host else {}
         blocks |= {f"operators/{name}": curve.provenance for name, curve in self.operators.items()}
         blocks |= {f"tables/{name}": table.provenance for name, table in self.tables.items()}
@@ -398,7 +404,7 @@ class Profile:
 
     def sources(self, families: Collection[str], levels: Collection[str]) -> dict[str, str]:
         """The source of each block that serves operators of these families and links of these levels."""
-        wanted = {"facts", "host", *(f"operators/{self.curve(family).family}" for family in sorted(families))}
+        wanted = {"facts", "host", "memory", *(f"operators/{self.curve(family).family}" for family in sorted(families))}
         known = [table for table in self.tables.values() if table.family in families]
         wanted |= {f"tables/{table.name}" for table in known if self.tables.get(table.like or "") not in known}
         wanted |= {f"links/{self.link(level).level}" for level in levels}
@@ -483,6 +489,7 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         waits={(item["level"], item["ranks"]): Waits(**_fields(item)) for item in data.get("waits", ())},
         interference={item["level"]: Interference(**_fields(item)) for item in data.get("interference", ())},
         call=CollectiveCall(**_fields(data["call"])) if data.get("call") else None,
+        memory=DeviceMemory(**_fields(data["memory"])) if data.get("memory") else None,
         residuals=tuple(Residual(**_fields(item)) for item in data.get("residuals", ())),
     )
     _check(profile, origin)
@@ -498,6 +505,7 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "title": profile.title,
         "device_type": profile.device_type,
         "facts": asdict(profile.facts),
+        "memory": profile.memory and asdict(profile.memory),
         "host": profile.host and asdict(profile.host),
         "operators": [_write_operator(item) for item in profile.operators.values()],
         "runtime": profile.runtime and asdict(profile.runtime),
@@ -569,6 +577,11 @@ def _check(profile: Profile, origin: str) -> None:
         raise ProfileError(
             f"{origin}: at /facts/capacity_bytes: expected more than the reserve of {facts.reserve_bytes} bytes, found "
             f"{facts.capacity_bytes}"
+        )
+    if profile.usable_bytes <= 0:
+        raise ProfileError(
+            f"{origin}: at /memory: expected to leave room for tensors in /facts/capacity_bytes of "
+            f"{facts.capacity_bytes}, found that it takes all"
         )
     for missing in {"pointwise", "matmul"} - set(profile.operators):
         raise ProfileError(f"{origin}: expected a curve of the operator family {missing!r}, found none")

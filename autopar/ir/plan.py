@@ -79,7 +79,11 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the cost model says of a plan. Bytes of communication are per rank and step, by collective."""
+    """What the cost model says of a plan. Bytes of communication are per rank and step, by collective.
+
+    Where the devices' profiles say (`autopar.odds`): taken_bytes are what a process takes of the fullest device, beside
+    what is allocated, and fits_probability how likely its capacity_bytes are enough.
+    """
 
     step_time_ns: int = 0
     lower_bound_ns: int = 0
@@ -87,6 +91,9 @@ class Prediction:
     comm_bytes: Mapping[str, int] = field(default_factory=dict)
     breakdown: Breakdown = Breakdown()
     memory: Mapping[str, int] = field(default_factory=dict)  # at the peak, by kind
+    taken_bytes: int | None = None
+    capacity_bytes: int | None = None
+    fits_probability: float | None = None
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,13 @@ function summary(plan) {
           ? `${percent(predicted.peak_bytes, plan.memory_limit)} of ${bytes(plan.memory_limit)}`
           : 'no limit',
       ),
+      predicted.taken_bytes
+        ? figure(
+            'taken of a device',
+            bytes(predicted.taken_bytes),
+            `of ${bytes(predicted.capacity_bytes)}; fits with ${(100 * predicted.fits_probability).toFixed(1)}%`,
+          )
+        : '',
       figure(
         'computing',
         percent(predicted.breakdown.compute_ns, predicted.step_time_ns),
