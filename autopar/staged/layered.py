@@ -150,9 +150,10 @@ class Layered:
         sharing = sharing_of([self.shared])
         if sharing is None or candidate.num_submeshes == 1:
             return candidate
-        step = round(self.part_of_candidate(candidate) * candidate.step_ns)
+        part = self.part_of_candidate(candidate)
+        step, last = round(part * candidate.step_ns), round(part * candidate.last_ns)
         bound = candidate.lower_bound_ns * sharing.cores // sharing.ranks
-        return replace(candidate, step_ns=step, lower_bound_ns=min(step, bound))
+        return replace(candidate, step_ns=step, lower_bound_ns=min(step, bound), last_ns=last)
 
     @property
     def shares_cores(self) -> bool:

@@ -48,7 +48,8 @@ class StageStrategy:
 class EstimatedStages:
     """One way to run the model, with its estimates: ns a step and the largest peak in bytes a device.
 
-    ways: of each stage. recompute: of each layer, what is computed again (a name).
+    ways: of each stage. recompute: of each layer, what is computed again (a name). last_ns: of the step, what the last
+    backward passes wait for gradients on their way, as other placements of the setting need not.
     """
 
     ways: tuple[StageStrategy, ...]
@@ -58,6 +59,7 @@ class EstimatedStages:
     step_ns: int
     peak_bytes: int
     lower_bound_ns: int
+    last_ns: int = 0
 
     @property
     def microbatches(self) -> int:
@@ -155,8 +157,8 @@ def hidden_bubble(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], mic
 
 def chunked_estimate(
     kind: StageKind, chunk_of_layer: Sequence[int], stages: int, chunks: int, microbatches: int, schedule: str
-) -> tuple[int, int]:
-    """Step time and peak of chunks in turn.
+) -> tuple[int, int, int]:
+    """Step time and peak of chunks in turn; and l, of the step.
 
     T = max (B · t + e) + b · c · r + w + l   with t, e of a submesh; b the schedule's bubble (interleaved: (P − 1) / c,
     Megatron-LM, SC'21, section 2.2.2) in passes of c chunks, each as long as most are in the longest round, r; w what
@@ -173,7 +175,7 @@ def chunked_estimate(
     meeting = microbatches // stages * stages * int(np.abs(rounds - rounds[::-1]).sum()) // 8
     slack = max(0, microbatches_a_round(schedule, microbatches, stages) - stages) if row.makes_rounds else 0
     last = int(np.maximum(0, of.sums(kind.last_ns).sum(axis=1) - slack * rounds).sum())
-    return int(busiest) + int(filling) + meeting + last, _chunked_peak(kind, of, row, microbatches)
+    return int(busiest) + int(filling) + meeting + last, _chunked_peak(kind, of, row, microbatches), last
 
 
 def _chunked_peak(kind: StageKind, of: _Rounds, row: Schedule, microbatches: int) -> int:
