@@ -143,6 +143,9 @@ LIKE_BORDERS = 0.01
 FEW_DEVICES = 8
 """Where stages are looked for, one stage is looked at again on so few devices, on logical meshes of three axes, too.
 Doubled, nodes of 16 devices are as well: up to seven problems of the whole graph more."""
+LONG_SEQUENCE = 16_384
+"""Where attention has so many queries a sample, templates that split sequences are looked at: others have room enough
+for samples and heads, and are planned as if there were none."""
 LEAST_PLACE_SHARE = 0.25
 """Of the budget what that search has at least, however long the one for stages took."""
 MOST_HIDDEN = 1.05

@@ -206,4 +206,6 @@ def _refinement(data: dict[str, Any]) -> Refinement:
 
 
 def _prediction(data: dict[str, Any]) -> Prediction:
-    return Prediction(**{**data, "breakdown": Breakdown(**data["breakdown"])})
+    interval = data.get("step_time_interval_ns")
+    odds = {} if interval is None else {"step_time_interval_ns": tuple(interval)}
+    return Prediction(**{**data, "breakdown": Breakdown(**data["breakdown"]), **odds})

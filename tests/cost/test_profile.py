@@ -160,6 +160,7 @@ def test_a_profile_tells_the_sources_of_what_a_plan_uses() -> None:
         for name in (
             "facts",
             "memory",
+            "steps",
             "host",
             "operators/matmul",
             "operators/pointwise",

@@ -34,6 +34,9 @@ function summary(plan) {
       'div',
       { class: 'figures' },
       figure('step time', time(predicted.step_time_ns), `most of it: ${worst[1]}`),
+      predicted.step_time_interval_ns
+        ? figure('in nine of ten runs', predicted.step_time_interval_ns.map(time).join(' to '), 'by the profile’s residuals')
+        : '',
       figure(
         'peak memory of a device',
         bytes(predicted.peak_bytes),

@@ -12,7 +12,9 @@ from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.placement import local_shape
 from autopar.ir.plan import Plan
+from autopar.odds import operators_variance
 from autopar.simulate import Timeline, simulate
+from autopar.simulate import predict as told_of
 from autopar.simulate.engine import Sent
 from benchmarks.accuracy.gpu.plans import graphs, plan_of, profile_name, reason_against
 from benchmarks.accuracy.gpu.rows import Row
@@ -45,6 +47,7 @@ class Predicted:
     is_tight: bool = False
     reason: str = ""
     fits_probability: float = 1.0
+    operators_variance: float = 0.0  # of the logarithm of the step time, that the profile's residuals explain
 
 
 def planned(rows: Sequence[Row], softwares: tuple[Software, ...]) -> Iterator[Planned]:
@@ -73,7 +76,8 @@ def predict(item: Planned, softwares: tuple[Software, ...], profiles: Mapping[st
     timeline = simulate(item.graph, item.plan, profile, sums_early=row.zero not in software.late_sums)
     late = late_gathers_ns(timeline) if row.zero in software.late_gathers else 0
     seconds = (timeline.step_time_ns + late + software.step_ns) / 1e9
-    return replace(held(item, software, timeline, profile), seconds=seconds)
+    variance = operators_variance(replace(item.plan, predicted=told_of(timeline)), item.graph, profile)
+    return replace(held(item, software, timeline, profile), seconds=seconds, operators_variance=variance)
 
 
 def held(item: Planned, software: Software, timeline: Timeline, profile: Profile) -> Predicted:
