@@ -36,7 +36,7 @@ from autopar.passes.place import place
 from autopar.passes.refine import refine
 from autopar.passes.rewrite import rewrite
 from autopar.passes.stage import stage
-from autopar.passes.template import outset, template
+from autopar.passes.template import contexts, outset, template
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Ended, Report, reporting_passes
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
@@ -52,6 +52,7 @@ PASSES = (
     place,  # a graph → plans of one stage on every logical mesh, ZeRO storage and recomputation among them    Alpa
     balance,  # a graph → on unequal devices, shares of each batch by speed
     kinds,  # a graph → on unequal devices, stages of one kind each
+    contexts,  # a graph of long sequences → templates that split them, where they may be faster or nothing else fits
     keep,  # a graph → on unequal devices, the best plan with fewer blocks computed again, stage by stage
     fit,  # a graph of which nothing fits → the plan of least memory, or the limit that would do
     template,  # the best plan → templates that people run, where they are faster
@@ -133,7 +134,9 @@ def planned_jointly(
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
     """The fastest plan that fits of a traced model as it is. Raises like `parallelize`."""
     budget = replace(request.budget, substitutions=False)
-    return planned_jointly(graph, replace(request, budget=budget), progress)[1]
+    passes = [one for one in PASSES if one is not contexts]
+    context = Context(replace(request, budget=budget), progress, reporting_passes(progress))
+    return search(passes, graph, context)[1]
 
 
 @without_collector()
