@@ -95,6 +95,11 @@ class Travelling(NamedTuple):
     whole_bytes: int
     has_buffer: bool
 
+    @property
+    def freed_bytes(self) -> int:
+        """What is given back at its end, less what comes then."""
+        return -sum(change[1] for change in _ending(self, self.end_ns, Moment.ARRIVE, Moment.ARRIVED))
+
     def after(self, ns: int) -> Travelling:
         """The same, so much later."""
         return self._replace(end_ns=max(0, self.end_ns - ns), kind="gradient")

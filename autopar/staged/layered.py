@@ -149,9 +149,10 @@ class Layered:
         sharing = sharing_of([self.shared])
         if sharing is None or candidate.num_submeshes == 1:
             return candidate
-        step = round(self.part_of_candidate(candidate) * candidate.step_ns)
+        part = self.part_of_candidate(candidate)
+        step, last = round(part * candidate.step_ns), round(part * candidate.last_ns)
         bound = candidate.lower_bound_ns * sharing.cores // sharing.ranks
-        return replace(candidate, step_ns=step, lower_bound_ns=min(step, bound))
+        return replace(candidate, step_ns=step, lower_bound_ns=min(step, bound), last_ns=last)
 
     @property
     def shares_cores(self) -> bool:
@@ -236,7 +237,11 @@ class Layered:
             once_ns=columns["optimizer_ns"],
             reduce_ns=columns["reduce_ns"],
             hide_ns=columns["hide_ns"],
+            last_ns=columns["last_ns"],
             resident_bytes=columns["resident_bytes"],
+            gradient_bytes=columns["gradient_bytes"],
+            travelling_bytes=columns["travelling_bytes"],
+            most_travelling_bytes=columns["most_travelling_bytes"],
             activation_bytes=columns["activation_bytes"],
             workspace_bytes=columns["workspace_bytes"],
             waiting_bytes=columns["waiting_bytes"],
