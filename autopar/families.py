@@ -187,6 +187,8 @@ class Family:
         except AutoparError as error:
             self._refuse(first, str(error))
             return 0
+        if self._likely_ns(known.least_ns) >= self.best_ns and first.microbatches > counts[0]:
+            known = _KnownTemplate(self.place(replace(family, microbatches=counts[0])))  # fewer may take less
         least_ns = known.least_ns
         if self._is_slower(family, least_ns):
             return least_ns

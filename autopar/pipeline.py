@@ -26,6 +26,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, checked
 from autopar.ir.plan import Plan
 from autopar.microbatch import check_plan
+from autopar.odds import with_odds
 from autopar.passes.balance import balance
 from autopar.passes.branch import branch
 from autopar.passes.fit import fit
@@ -40,7 +41,7 @@ from autopar.program import PlannedProgram, model_state
 from autopar.progress import Ended, Report, reporting_passes
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
 from autopar.rewrites import graph_of
-from autopar.simulate import Timeline
+from autopar.simulate import Timeline, predict
 from autopar.step import simulated_step, with_simulator
 from autopar.template import check_context, check_hsdp, template_axes, template_ranks
 from autopar.trace import held_against_eager, trace, with_loss
@@ -203,11 +204,13 @@ def verify(plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callab
 
 
 @faults_told()
-def timeline_of(
+def played(
     plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None
-) -> Timeline:
-    """The simulated step of a plan that was read from a file. Raises like `verify`."""
-    return simulated_step(_verified_graph(plan, model, example_inputs, loss_fn), plan)
+) -> tuple[Plan, Timeline]:
+    """A plan that was read from a file, predicted anew, and its simulated step. Raises like `verify`."""
+    graph = _verified_graph(plan, model, example_inputs, loss_fn)
+    timeline = simulated_step(graph, plan)
+    return with_odds(replace(plan, predicted=predict(timeline)), graph), timeline
 
 
 @faults_told()
