@@ -197,15 +197,15 @@ def _check_sequences(graph: Graph, sequence: Mapping[str, Type], cp: int) -> Non
     nodes = attention_nodes(graph)
     if not nodes:
         raise PlanError(
-            f"expected attention operators (torch.nn.functional.scaled_dot_product_attention) with cp={cp}, found none; "
-            "with dropout of its weights, attention is several operators. Use an attention dropout of 0, and of Hugging "
-            'Face\'s models attn_implementation="sdpa"; or cp=1 with dp or tp.'
+            f"expected attention operators (torch.nn.functional.scaled_dot_product_attention) with cp={cp}, found "
+            "none; with dropout of its weights, attention is several operators. Use an attention dropout of 0, and of "
+            'Hugging Face\'s models attn_implementation="sdpa"; or cp=1 with dp or tp.'
         )
     for node in nodes:
         own = sequence.get(node.results[0])
         if own is None or own.kind != "S":
             raise PlanError(
-                f"expected attention over positions of an input with cp={cp}, found queries that do not follow dim 1 of "
-                f"an input in {node.name} ({node.op}) at {node.source or 'an unknown line'}. Give forward its sequence "
+                f"expected attention over positions of an input with cp={cp}, found queries that do not follow dim 1 "
+                f"of an input in {node.name} ({node.op}) at {node.source or 'an unknown line'}. Give forward its sequence "
                 "as dim 1 of an input, or use cp=1 with dp or tp."
             )
