@@ -206,6 +206,6 @@ def _check_sequences(graph: Graph, sequence: Mapping[str, Type], cp: int) -> Non
         if own is None or own.kind != "S":
             raise PlanError(
                 f"expected attention over positions of an input with cp={cp}, found queries that do not follow dim 1 "
-                f"of an input in {node.name} ({node.op}) at {node.source or 'an unknown line'}. Give forward its sequence "
-                "as dim 1 of an input, or use cp=1 with dp or tp."
+                f"of an input in {node.name} ({node.op}) at {node.source or 'an unknown line'}. Give forward its "
+                "sequence as dim 1 of an input, or use cp=1 with dp or tp."
             )
