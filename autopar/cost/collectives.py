@@ -17,10 +17,10 @@ formula (`_likened_ns`).
 A link may have two protocols, as NCCL's do: one of cheap messages, one of full bandwidth. Each algorithm takes the
 better one at its size.
 
-Tree of nodes (NCCL's): a chain of a node's ranks hangs from each, so σ + 2⌈log₂n⌉α + 2(m−1) messages of the near link,
-and the greater of an all-reduce among the ranks of a node, as measured there, and 2b/m·β across, since what a node has
-added up goes on while the next bytes are added. Of two nodes each sends every byte across once, half of them as a leaf
-of either tree: b/m·β.
+Tree of nodes (NCCL's, so of GPUs): a chain of a node's ranks hangs from each, so σ + 2⌈log₂n⌉α + 2(m−1) messages of the
+near link, and the greater of an all-reduce among the ranks of a node, as measured there, and 2b/m·β across, since what
+a node has added up goes on while the next bytes are added. Of two nodes each sends every byte across once, half of them
+as a leaf of either tree: b/m·β.
 
 Hierarchical: reduce-scatter inside the nodes, all-reduce across on 1/m of the bytes, all-gather inside
 (BlueConnect, MLSys'19). Two-level all-to-all: inside the nodes, then between the ranks of equal place (TUTEL,
@@ -223,7 +223,9 @@ def _logarithms(points: tuple[tuple[int, int], ...]) -> tuple[list[float], list[
 def modelled_ns(kind: str, num_bytes: int, group: Group, profile: Profile) -> float:
     """The cheapest algorithm's time by its α-β formula; parts inside a node as the profile has measured them."""
     options = _ALGORITHMS[kind](num_bytes, group)
-    if kind == "all_reduce" and group.inside > 1 and group.nodes > 1:
+    if kind == "all_reduce" and (group.inside == 1 or group.nodes == 1 or profile.device_type != "cuda"):
+        options.append(group.ring.time_ns(2 * _rounds(group.ranks), 2 * num_bytes, num_bytes))
+    elif kind == "all_reduce":
         node = group._replace(nodes=1)
         measured = _measured(kind, node, profile)
         within = measured_ns(measured, num_bytes) if measured else modelled_ns(kind, num_bytes, node, profile)
@@ -246,14 +248,13 @@ def _tree_of_nodes(size: float, group: Group, within_ns: float) -> float:
 
 
 def _all_reduce(size: float, group: Group) -> list[float]:
+    """Without trees over all ranks (`modelled_ns`)."""
     ring, ranks = group.ring, group.ranks
     options = [ring.time_ns(2 * (ranks - 1), 2 * (ranks - 1) / ranks * size, size)]
-    if group.inside == 1 or group.nodes == 1:
-        options.append(ring.time_ns(2 * _rounds(ranks), 2 * size, size))
-    else:
+    if group.inside > 1 and group.nodes > 1:
         inside, across = group.inside, group._replace(inside=1)
-        halves = 2 * _ring(size, inside, group.near)
-        options.append(halves + min(_all_reduce(size / inside, across)))
+        tree = across.ring.time_ns(2 * _rounds(group.nodes), 2 * size / inside, size / inside)
+        options.append(2 * _ring(size, inside, group.near) + min(tree, *_all_reduce(size / inside, across)))
     return options
 
 

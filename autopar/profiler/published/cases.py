@@ -38,6 +38,7 @@ class MeasuredCall(NamedTuple):
     direction: int = 0
     kernel: str = ""
     op: str = ""  # as rows of eager calls name it
+    is_alone: bool = True  # not of several kernels or of batches, which say nothing of how far single products are
 
     @property
     def floor_ns(self) -> float:
@@ -75,7 +76,15 @@ def _tensors(node: Node, dtype: str, wanted: tuple[bool, ...]) -> Mapping[str, T
 # Rows -------------------------------------------------------------------
 
 LINEAR = Node("y", "aten.linear.default", (Ref("x"), Ref("w")), (), ("y",))
+MATMUL = Node("y", "aten.matmul.default", (Ref("x"), Ref("w")), (), ("y",))
+GROUPED = Node("y", "aten._grouped_mm.default", (Ref("x"), Ref("w")), (), ("y",))
 GRADIENTS = {"grad_input": (True, False), "grad_weight": (False, True)}
+
+
+@cache
+def _routed(experts: int) -> Node:
+    operands = tuple(Ref(name) for name in ("x", "ids", "weights", "up", "down"))
+    return Node("y", "autopar.routed_experts.default", (*operands, "silu", True, experts), (), ("y",))
 
 
 def _attention_node(causal: bool) -> Node:
@@ -96,6 +105,49 @@ def _product(row: Row) -> MeasuredCall | None:
     m, n, k = shape = shape_of(row, SIZES)
     size = "m, n, k of 256 or more" if min(shape) >= 256 else "less"
     return MeasuredCall("products", size, shape, LINEAR, ((m, k), (n, k)), (m, n), op="linear", **_measured(row))
+
+
+def _batched_product(row: Row) -> MeasuredCall:
+    batch, m, n, k = shape = shape_of(row, ("batch", *SIZES))
+    operands = ((batch, m, k), (batch, k, n))
+    size = "m, n, k of 256 or more" if min(m, n, k) >= 256 else "less"
+    told = _measured(row)
+    return MeasuredCall(
+        "products, batched", size, shape, MATMUL, operands, (batch, m, n), op="bmm", is_alone=False, **told
+    )
+
+
+def _module_product(row: Row) -> MeasuredCall | None:
+    """Of a model's layers, in PyTorch."""
+    if row["kind"] != "linear":
+        return None
+    m, n, k = shape = shape_of(row, ("rows", "n", "k"))
+    return MeasuredCall(
+        "products, modules", "", shape, LINEAR, ((m, k), (n, k)), (m, n), is_alone=False, **_measured(row)
+    )
+
+
+def _grouped_product(row: Row) -> MeasuredCall | None:
+    groups, m, n, k = shape = shape_of(row, ("groups", "m_per_group", "n", "k"))
+    if row["stage"] != "forward":
+        return None
+    operands = (groups * m, k), (groups, k, n)
+    return MeasuredCall(
+        "products, grouped", "", shape, GROUPED, operands, (groups * m, n), is_alone=False, **_measured(row)
+    )
+
+
+MOE = ("tokens", "hidden", "moe_ffn", "top_k", "experts", "tp", "ep")
+
+
+def _routed_experts(row: Row) -> MeasuredCall:
+    """A whole layer of gated experts, of which a GPU has its share."""
+    tokens, hidden, ffn, top_k, experts, tp, ep = shape = shape_of(row, MOE)
+    own, width = max(1, experts // ep), max(1, ffn // tp)
+    choices = (tokens, top_k)
+    operands = ((tokens, hidden), choices, choices, (own, hidden, 2 * width), (own, width, hidden))
+    node = _routed(experts)
+    return MeasuredCall("experts", "", shape, node, operands, (tokens, hidden), is_alone=False, **_measured(row))
 
 
 def _trained_product(row: Row) -> MeasuredCall | None:
@@ -162,6 +214,10 @@ READERS: tuple[tuple[set[str], Callable[[Row], MeasuredCall | None]], ...] = (
     ({"pass", "qk_head_dim"}, _trained_attention),
     ({*ATTENTION, "kernel"}, _attention),
     ({"op", "rows", "cols"}, _moving),
+    ({"module", "rows", "n", "k"}, _module_product),
+    ({"groups", "m_per_group", "stage"}, _grouped_product),
+    (set(MOE), _routed_experts),
+    ({"batch", *SIZES}, _batched_product),
     (set(SIZES), _product),
 )
 
@@ -171,8 +227,6 @@ def cases_of(rows: Iterable[Row]) -> Iterator[MeasuredCall]:
     for row in rows:
         reader = next((reader for columns, reader in READERS if columns <= row.keys()), None)
         if reader is None or DTYPES.get(row["dtype"], row["dtype"]) not in DTYPE_BYTES:
-            continue
-        if reader is _product and "batch" in row:  # batches of products
             continue
         case = reader(row)
         if case is not None:

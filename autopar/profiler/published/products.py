@@ -38,6 +38,7 @@ LAYOUTS = {"grad_input": "NN", "grad_weight": "TN"}
 FIXED_NS = 2000.0  # of the roofline: about what the least kernel takes
 REACHED = 0.7  # of peak and bandwidth, of the roofline
 
+SMALLEST = 16  # size along an axis of `single_tables`
 FEWEST = 200  # products in float32 that make a table
 BENDING = (0.2, 0.2, 0.2)  # of `single_tables`: see `grids.fitted`
 
@@ -136,7 +137,9 @@ def _scattered(points: Points, facts: Facts, provenance: Provenance) -> Table:
 
 
 def _powers(sizes: Array) -> tuple[int, int]:
-    return math.floor(math.log2(sizes.min())), math.ceil(math.log2(sizes.max())) + 1
+    """Of what is smaller than the smallest tile, the memory's pace decides (`compute._kernels_ns`)."""
+    least = max(float(SMALLEST), float(sizes.min()))
+    return math.floor(math.log2(least)), math.ceil(math.log2(sizes.max())) + 1
 
 
 def roofline_ns(grid: Sequence[Array], dtype: str, facts: Facts) -> Array:
