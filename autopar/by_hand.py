@@ -10,15 +10,27 @@ from autopar.errors import AutoparError, InfeasibleError
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Type
 from autopar.ir.plan import Plan
-from autopar.microbatch import batch_types, check_plan
-from autopar.planning import Place, divided, fit_or_refuse_over
+from autopar.microbatch import batch_types, check_plan, sequence_types
+from autopar.odds import with_odds
+from autopar.planning import DividedGraph, Place, divided, fit_or_refuse_over
 from autopar.profiler import load_profile, profiles_of
 from autopar.request import BUDGETS, Request, memory_limit_of
+from autopar.rewrites import for_sequences
 from autopar.shares import SharedBatch
 from autopar.staging import checked_sizes, cut, even_sizes, stages_of_sizes
 from autopar.step import with_simulator
-from autopar.template import check_hsdp, template_axes, template_constraints, template_ranks, template_recompute
+from autopar.template import (
+    attention_nodes,
+    check_context,
+    check_hsdp,
+    check_sequences,
+    template_axes,
+    template_constraints,
+    template_ranks,
+    template_recompute,
+)
 from autopar.trace import find_blocks
 from autopar.unequal import UnequalStages
 
@@ -26,13 +38,16 @@ from autopar.unequal import UnequalStages
 def template_of_graph(
     graph: Graph, mesh: Mesh, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1, schedule: str = "1f1b",
     chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False, zero: int = 0,
-    hsdp: int = 1, recompute: str = "none", split: str = "equal", mode: str = "train",
+    hsdp: int = 1, cp: int = 1, context: str = "gather", recompute: str = "none", split: str = "equal",
+    mode: str = "train",
     optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
     constraints: Sequence[Constraint] = (),
 ) -> Plan:  # fmt: skip
     """`template_plan` of a traced model, under further constraints."""
-    axes = template_axes(mesh, dp, tp, pp, hsdp)
+    axes = template_axes(mesh, dp, tp, pp, hsdp, cp)
     check_hsdp(mesh, pp, hsdp, zero)
+    check_context(mesh, cp, context)
+    graph, told = for_sequences(graph) if cp > 1 else (graph, ())
     first_ranks = template_ranks(mesh, pp, chunks, schedule)
     part = divided(graph, find_blocks(graph), microbatches)
     paths = tuple(path for group in part.blocks.paths for path in group)
@@ -43,7 +58,9 @@ def template_of_graph(
         members = stages_of_sizes(graph, paths, sizes)
         part = replace(part, cut=lambda plan: cut(part.graph, plan, members, first_ranks, schedule), num_submeshes=pp)
     batch = {n: t for n, t in batch_types(part.graph).items() if part.blocks.representative_tensor(n) == n}
-    rules = [*template_constraints(part.graph, axes, zero, sequence_parallel, paths, batch), *constraints]
+    sequence = _sequence(part, cp)
+    rules = template_constraints(part.graph, axes, zero, sequence_parallel, paths, batch, sequence, context)
+    rules += constraints
     again = template_recompute(graph, paths, recompute)
     limit = memory_limit_of(memory_limit)
     request = Request(mesh, mode, optimizer, limit, tuple(rules), BUDGETS["fast"], precision, again)
@@ -55,13 +72,22 @@ def template_of_graph(
         plan = stages.plan(split, sizes)
     else:
         plan = _fitted(Place(part, axes, request, load_profile(mesh.profile)))
-    return _checked(plan, graph)
+    return _checked(replace(plan, substitutions=(*told, *plan.substitutions)), graph)
+
+
+def _sequence(part: DividedGraph, cp: int) -> dict[str, Type]:
+    """How positions cut what is made of them, in the first of equal blocks; nothing where they are whole."""
+    if cp == 1:
+        return {}
+    made = sequence_types(part.graph, {node.name for node in attention_nodes(part.graph)})
+    check_sequences(part.graph, made, cp)
+    return {name: type_ for name, type_ in made.items() if part.blocks.representative_tensor(name) == name}
 
 
 def _checked(plan: Plan, graph: Graph) -> Plan:
-    """The plan, verified, with what `plan.timeline()` calls."""
+    """The plan, verified, with its odds and what `plan.timeline()` calls."""
     check_plan(graph, plan)
-    return with_simulator(plan, graph)
+    return with_simulator(with_odds(plan, graph), graph)
 
 
 def _fitted(place: Place) -> Plan:

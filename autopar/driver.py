@@ -3,7 +3,8 @@
     pass     (front, context) → candidates: graphs that are to be planned, or plans of one
     round    each pass once, in order, on the graphs that are open; one more as long as a pass opens others
     end      no pass begins once the user has asked for an end, or the guard struck (`clock`), and there is a plan
-    best     of the plans that a profile cannot tell from the fastest, the one of the fewest substitutions
+    best     of the plans that a profile cannot tell from the fastest, the one that fits most surely, and of the fewest
+             substitutions
 
 After each pass the best plan is verified. What the verifier refuses is left out, with its reason as a row of the
 report, and the next best takes its place. An interrupt, or the guard of the clock, leaves the best so far. Where
@@ -32,6 +33,7 @@ from autopar.ir.plan import Plan, Rewriting, rule_counts
 from autopar.ir.tried import Tried
 from autopar.ir.writing import write_whole
 from autopar.microbatch import check_plan
+from autopar.odds import Sure, with_odds
 from autopar.profiler import load_profile, profiles_of
 from autopar.progress import Ended, Report, reporting, reporting_passes
 from autopar.request import Request
@@ -138,6 +140,13 @@ class Context:
         """Of all kinds of devices."""
         return profiles_of(self.request.mesh)
 
+    @cached_property
+    def sure(self) -> Sure | None:
+        """How surely plans fit, where the profile of the devices, which are of one kind, knows that and how far steps
+        are from predictions."""
+        profile = self.profile if self.request.mesh.is_homogeneous else None
+        return None if profile is None or profile.steps is None or profile.memory is None else Sure(profile)
+
     def limit_bytes(self, ranks: range) -> int:
         """What a device of these ranks, which are of one kind, may hold."""
         group = self.request.mesh.group_of(ranks)
@@ -175,7 +184,9 @@ class Context:
 class Front:
     """Graphs that are open in this round, and plans found so far."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, sure: Sure | None = None) -> None:
+        """sure: how surely plans fit, where that is known."""
+        self.sure = sure
         self.given = Candidate(GraphCandidate(graph, (), 0))
         self.open: list[Candidate] = []
         self.opened = [self.given]  # for the next round
@@ -193,7 +204,7 @@ class Front:
     def best(self) -> Candidate | None:
         """What would be the answer now."""
         rank = max((candidate.rank for candidate in self.found), default=START)
-        return None if rank == START else simplest([one for one in self.found if one.rank == rank])
+        return None if rank == START else chosen([one for one in self.found if one.rank == rank], self.sure)
 
     def best_of(self, asked: Candidate, *origins: str) -> Candidate | None:
         """The fastest plan of an open graph, before refinement; of some passes alone, or of any."""
@@ -236,6 +247,16 @@ class Front:
                 yield refused(best, error)
 
 
+def chosen(found: Sequence[Candidate], sure: Sure | None) -> Candidate:
+    """The answer of some plans: the simplest; of those that the profile cannot tell from the fastest, it is one that
+    fits as surely as any. Where nothing is known of that, it is the simplest of all."""
+    if sure is None:
+        return simplest(found)
+    most = min(one.step_ns for one in found) * (1 + sure.resolution)
+    odds = {one: sure.of(one.peak_bytes) for one in found if one.step_ns <= most}
+    return simplest([one for one in odds if odds[one] == max(odds.values())])
+
+
 def simplest(found: Sequence[Candidate]) -> Candidate:
     """Of the plans that a profile cannot tell from the fastest, the one of the fewest substitutions, the fastest of
     these.
@@ -270,7 +291,7 @@ def search(passes: Sequence[SearchPass], graph: Graph, context: Context) -> tupl
     Raises InfeasibleError, or the first refusal, where nothing is found; Interrupted where there was nothing yet when
     the user asked for an end.
     """
-    front, budget = Front(graph), context.request.budget
+    front, budget = Front(graph, context.sure), context.request.budget
     with guarded(GUARD * (budget.seconds + budget.refine_seconds)):
         _rounds(passes, front, context)
         if front.best is None:
@@ -325,7 +346,7 @@ def _told(best: Candidate, context: Context) -> Plan:
     said = f"{said}; the clock struck in pass {context.struck_in}" if context.struck_in else said
     rewriting = None if context.rewriting is None else context.rewriting()
     report = replace(plan.search, tried=tuple(rows), rewriting=rewriting, stop_reason=said)
-    return replace(plan, substitutions=best.variant.steps, search=report)
+    return with_odds(replace(plan, substitutions=best.variant.steps, search=report), best.graph)
 
 
 def _dump(name: str, found: Sequence[Candidate]) -> None:

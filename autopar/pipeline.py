@@ -42,7 +42,7 @@ from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
 from autopar.rewrites import graph_of
 from autopar.simulate import Timeline
 from autopar.step import simulated_step, with_simulator
-from autopar.template import check_hsdp, template_axes, template_ranks
+from autopar.template import check_context, check_hsdp, template_axes, template_ranks
 from autopar.trace import held_against_eager, trace, with_loss
 
 PASSES = (
@@ -146,11 +146,11 @@ def placed(graph: Graph, request: Request, progress: Report | None = None) -> Pl
 def template_plan(
     model: nn.Module, mesh: Mesh, example_inputs: Any, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
     schedule: str = "1f1b", chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False,
-    zero: int = 0, hsdp: int = 1, recompute: str = "none", split: str = "equal",
+    zero: int = 0, hsdp: int = 1, cp: int = 1, context: str = "gather", recompute: str = "none", split: str = "equal",
     loss_fn: Callable[..., Any] | None = None, mode: str = "train", optimizer: str | None = "adamw",
     precision: str | None = None, memory_limit: int | None = None, check: bool = True,
 ) -> Plan:  # fmt: skip
-    """The plan that people write by hand for dp × tp × pp devices, as constraints around which the rest is solved.
+    """The plan that people write by hand for dp × cp × tp × pp devices, as constraints around which the rest is solved.
 
     pp: stages of repeated blocks, the embedding with the first, head and loss with the last, each on neighbouring ranks
     of one kind. split: "equal" gives each as many blocks, or where that is not possible, as many as leave the busiest
@@ -164,6 +164,10 @@ def template_plan(
     batch is cut into so many, each split over dp.
     zero: what data-parallel ranks hold in shards (ZeRO 0 to 3); hsdp: among how many neighbours of them, which divides
     dp, with a copy for each such group: gradients are reduce-scattered inside and all-reduced across. 1: among all.
+    cp: among how many ranks sequences are split (context parallelism): what is made of positions, which are dim 1 of
+    inputs, losses too. context: how attention runs then. "gather": queries stay, keys and values come from all ranks
+    inside of each attention operator, again for its backward pass; "heads": an all-to-all before and after it, so that
+    each rank has some heads of the whole sequence (Ulysses). Parameters are sharded over dp and cp where zero says so.
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
     modules around each block's attention operator alone; "selective" for operators that are cheap for the memory that
@@ -171,10 +175,11 @@ def template_plan(
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, dp=dp, tp=tp, pp=pp, zero=zero,
-        hsdp=hsdp, microbatches=microbatches, chunks=chunks, layers=layers,
+        hsdp=hsdp, cp=cp, microbatches=microbatches, chunks=chunks, layers=layers,
     )  # fmt: skip
-    template_axes(checked(mesh), dp, tp, pp, hsdp)  # refused before the model is traced
+    template_axes(checked(mesh), dp, tp, pp, hsdp, cp)  # refused before the model is traced
     check_hsdp(mesh, pp, hsdp, zero)
+    check_context(mesh, cp, context)
     template_ranks(mesh, pp, chunks, schedule)
     given = model, example_inputs, loss_fn, mode, _precision(precision)
     graph = _trace(*given)
@@ -182,8 +187,8 @@ def template_plan(
     plan = template_of_graph(
         graph, mesh, dp=dp, tp=tp, pp=pp,
         microbatches=microbatches, schedule=schedule, chunks=chunks, layers=layers, sequence_parallel=sequence_parallel,
-        zero=zero, hsdp=hsdp, recompute=recompute, split=split, mode=mode, optimizer=optimizer, precision=precision,
-        memory_limit=memory_limit,
+        zero=zero, hsdp=hsdp, cp=cp, context=context, recompute=recompute, split=split, mode=mode, optimizer=optimizer,
+        precision=precision, memory_limit=memory_limit,
     )  # fmt: skip
     return replace(plan, checked_against_eager=against_eager)
 

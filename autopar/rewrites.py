@@ -21,7 +21,7 @@ from autopar.microbatch import divided_graph
 from autopar.planning import pinned_tensors
 from autopar.profiler import load_profile
 from autopar.request import Request
-from autopar.substitute import GraphCandidate, Substituted, load_rules, replayed, substituted
+from autopar.substitute import GraphCandidate, Substituted, load_rules, replayed, sequences, substituted
 from autopar.substitute.lifting import lifted
 from autopar.substitute.masks import RULE, STATEMENT, under_causal_masks, without_masks
 from autopar.substitute.pricing import Pricer
@@ -115,16 +115,32 @@ def _on_whole(graph: Graph, found: GraphCandidate, pricer: Pricer) -> list[Graph
     return []
 
 
+def for_sequences(graph: Graph) -> tuple[Graph, tuple[Substitution, ...]]:
+    """The graph whose sequences may be split, and the substitutions that make it of a traced model's."""
+    steps = list[Substitution]()
+    for rule, statement, find, tell in (
+        (RULE, STATEMENT, under_causal_masks, without_masks),
+        (sequences.RULE, sequences.STATEMENT, sequences.over_sequences, sequences.with_sequences),
+    ):
+        names = find(graph)
+        if names:
+            modules = tuple(graph.node_by_name[name].scope.module for name in names)
+            steps.append(Substitution(rule, statement, "proved", "", modules, tuple(names), {}))
+            graph = tell(graph, names)
+    return graph, tuple(steps)
+
+
 def graph_of(plan: Plan, graph: Graph) -> Graph:
     """The graph that a plan is for: a model's traced graph after the plan's substitutions. Raises PlanError."""
     return _replayed(graph, plan.substitutions)
 
 
 def _replayed(graph: Graph, steps: tuple[Substitution, ...]) -> Graph:
-    masks = [step for step in steps if step.rule == RULE]
-    for step in masks:
-        graph = without_masks(graph, step.roots)
-    rest = [step for step in steps if step not in masks]
+    told = {RULE: without_masks, sequences.RULE: sequences.with_sequences}
+    for step in steps:
+        if step.rule in told:
+            graph = told[step.rule](graph, step.roots)
+    rest = [step for step in steps if step.rule not in told]
     if not rest:
         return graph
     blocks = find_blocks(graph)

@@ -1,4 +1,4 @@
-"""Plans that people write by hand, as constraints on named mesh axes: data, tensor and sequence parallel, ZeRO."""
+"""Plans that people write by hand, as constraints on named axes: data, tensor, sequence and context parallel, ZeRO."""
 
 from __future__ import annotations
 
@@ -7,28 +7,36 @@ from collections.abc import Mapping, Sequence
 
 from autopar.errors import MeshError, PlanError
 from autopar.ir.constraint import Constraint
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
-from autopar.ir.placement import Type
+from autopar.ir.placement import S, Type
 from autopar.ir.schedule import PLAIN, SCHEDULES
 from autopar.ir.structure import batch_inputs
+from autopar.ops.call import call_of
+from autopar.ops.table import operator
 from autopar.zero import KINDS, KINDS_TEXT, joined, recomputable
 
 DATA = ("dp", "hsdp")
 """The axes that samples are split on: of hierarchical data parallelism, copies of parameters and shards of them."""
 
 
-def template_axes(mesh: Mesh, dp: int, tp: int, pp: int, hsdp: int = 1) -> LogicalMesh:
-    """The axes dp (outer) and tp (inner) of a stage. hsdp: of the ranks of dp, neighbours that are an axis of their
-    own. Raises MeshError unless dp × tp × pp is the number of devices, and hsdp divides dp."""
-    if dp * tp * pp != mesh.num_devices or min(dp, tp, pp) < 1:
+CONTEXTS = ("gather", "heads")
+"""How attention over positions that are split may run."""
+
+
+def template_axes(mesh: Mesh, dp: int, tp: int, pp: int, hsdp: int = 1, cp: int = 1) -> LogicalMesh:
+    """The axes dp (outer), cp and tp (inner) of a stage. hsdp: of the ranks of dp, neighbours that are an axis of their
+    own. Raises MeshError unless dp × cp × tp × pp is the number of devices, and hsdp divides dp."""
+    if dp * cp * tp * pp != mesh.num_devices or min(dp, cp, tp, pp) < 1:
+        factors = {"dp": dp, **({"cp": cp} if cp != 1 else {}), "tp": tp, "pp": pp}
         raise MeshError(
-            f"expected dp × tp × pp = {mesh.num_devices} devices of {mesh}, found {dp} × {tp} × {pp} = {dp * tp * pp}"
+            f"expected {' × '.join(factors)} = {mesh.num_devices} devices of {mesh}, found "
+            f"{' × '.join(map(str, factors.values()))} = {dp * cp * tp * pp}"
         )
     if hsdp < 1 or dp % hsdp:
         raise MeshError(f"expected hsdp as a number of ranks that divides dp={dp}, found {hsdp}")
     inner = hsdp if hsdp < dp else 1  # of all ranks, it is dp itself
-    sizes = {name: size for name, size in (("dp", dp // inner), ("hsdp", inner), ("tp", tp)) if size > 1}
+    sizes = {name: size for name, size in (("dp", dp // inner), ("hsdp", inner), ("cp", cp), ("tp", tp)) if size > 1}
     return make_axes(tuple(sizes), tuple(sizes.values()))
 
 
@@ -55,6 +63,14 @@ def check_hsdp(mesh: Mesh, pp: int, hsdp: int, zero: int) -> None:
         raise PlanError(f"expected devices of one kind, or stages, with hsdp={hsdp}, found {mesh}")
     if hsdp > 1 and zero == 0:
         raise PlanError(f"expected zero as 1, 2 or 3 with hsdp={hsdp}, which says among how many ranks, found 0")
+
+
+def check_context(mesh: Mesh, cp: int, context: str) -> None:
+    """That sequences are split among equal devices, in a way that there is. Raises PlanError."""
+    if context not in CONTEXTS:
+        raise PlanError(f"expected context as one of {', '.join(CONTEXTS)}, found {context!r}")
+    if cp > 1 and not mesh.is_homogeneous:
+        raise PlanError(f"expected devices of one kind with cp={cp}, found {mesh}; use cp=1")
 
 
 def check_split(split: str) -> None:
@@ -85,15 +101,16 @@ def template_recompute(graph: Graph, block_paths: Sequence[str], recompute: str)
 
 def template_constraints(
     graph: Graph, axes: LogicalMesh, zero: int, sequence_parallel: bool, block_paths: tuple[str, ...],
-    batch: Mapping[str, Type],
+    batch: Mapping[str, Type], sequence: Mapping[str, Type] | None = None, context: str = "gather",
 ) -> list[Constraint]:  # fmt: skip
     """The constraints of a template on its axes.
 
     dp: inputs split by sample, and so is all that is made of them (`batch`: the tensors by name) where it can be,
     cheaper or not: small models would rather gather the batch; parameters used whole, stored whole (ZeRO-0) or sharded
-    (1 to 3). hsdp: the same, with parameters sharded on it, and stored whole on dp. tp: matrices are sharded where a
-    dim divides (Megatron's column and row pairs then cost least), parameters stored as used; with sequence parallel,
-    activations between blocks prefer to be split.
+    (1 to 3). hsdp: the same, with parameters sharded on it, and stored whole on dp. cp: what has positions is split by
+    them (`sequence`: the tensors by name), and so are results of attention, or by heads where `context` says it;
+    parameters as on dp. tp: matrices are sharded where a dim divides (Megatron's column and row pairs then cost least),
+    parameters stored as used; with sequence parallel, activations between blocks prefer to be split.
     """
     names = [axis.name for axis in axes]
     num_ranks = math.prod(axis.size for axis in axes if axis.name in DATA)
@@ -116,6 +133,8 @@ def template_constraints(
             Constraint("*", stored, what="stored", axis=data, soft=is_sharded, zero=zero if is_sharded else None),
         ]
         found += [Constraint(name, (str(type_),), what="tensor", axis=data, soft=True) for name, type_ in batch.items()]
+    if "cp" in names:
+        found += _context_constraints(graph, zero, sequence or {}, context)
     if "tp" in names:
         found += [
             Constraint("*", ("R",), what="input", axis="tp"),
@@ -126,3 +145,47 @@ def template_constraints(
         edge = ("S(1)",) if sequence_parallel else ("I", "R", "P")
         found += [Constraint(path, edge, axis="tp", soft=True) for path in block_paths]
     return found
+
+
+def _context_constraints(graph: Graph, zero: int, sequence: Mapping[str, Type], context: str) -> list[Constraint]:
+    """Those on cp. Inputs are whole, and cut where they are read: labels are moved by a position before."""
+    found = [
+        Constraint("*", ("R",), what="input", axis="cp"),
+        Constraint("*", ("R",), what="used", axis="cp", min_dims=2),
+        Constraint("*", ("R", "P"), what="used", axis="cp"),
+        Constraint(
+            "*", ("S",) if zero else ("I", "R"), what="stored", axis="cp", soft=zero > 0, zero=zero if zero else None
+        ),
+    ]
+    attending = {node.results[0] for node in attention_nodes(graph)}
+    for name, type_ in sequence.items():
+        is_split = name in attending
+        dim = S(len(graph.tensors[name].shape) - 3) if is_split and context == "heads" else type_
+        found.append(Constraint(name, (str(dim),), what="tensor", axis="cp", soft=not is_split))
+    return found
+
+
+def attention_nodes(graph: Graph) -> list[Node]:
+    """The operators of a graph that attend."""
+    return [node for node in graph.nodes if operator(node.op).work.family == "attention"]
+
+
+def check_sequences(graph: Graph, sequence: Mapping[str, Type], cp: int) -> None:
+    """That there is attention, all of it over positions of inputs, and without dropout of its weights. Raises PlanError
+    with node and source line."""
+    nodes = attention_nodes(graph)
+    if not nodes:
+        raise PlanError(
+            f"expected attention operators (torch.nn.functional.scaled_dot_product_attention) with cp={cp}, "
+            'found none. Hugging Face\'s models have them with attn_implementation="sdpa"; or use cp=1 with dp or tp.'
+        )
+    for node in nodes:
+        own = sequence.get(node.results[0])
+        dropout = float(call_of(graph, node).arguments.get("dropout_p", 0.0))
+        if own is None or own.kind != "S" or dropout:
+            why = f"dropout of its weights ({dropout:g})" if dropout else "queries that do not follow dim 1 of an input"
+            remedy = "Use a dropout of 0 in attention" if dropout else "Give forward its sequence as dim 1 of an input"
+            raise PlanError(
+                f"expected attention over positions of an input, without dropout, with cp={cp}, found {why} in "
+                f"{node.name} ({node.op}) at {node.source or 'an unknown line'}. {remedy}, or use cp=1 with dp or tp."
+            )

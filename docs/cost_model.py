@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from autopar.cost import collectives, compute, crossing, kernels, memory
+from autopar import odds
+from autopar.cost import collectives, compute, crossing, device, kernels, memory
 from autopar.cost.files import SCHEMA, profiles_folder
 from autopar.cost.residuals import size_name
 from autopar.ops import layout, saved, work, workspace
@@ -85,8 +86,16 @@ def cost_model() -> str:
         docstring(memory),
         docstring(saved),
         docstring(workspace),
+        "### Of a GPU",
+        docstring(device),
+        table(("profile", "context and buffers", "fragmentation", "usable", "spread", "where from"), _memory(profiles)),
         "## The step",
         SIMULATION,
+        "## How sure predictions are",
+        docstring(odds),
+        table(
+            ("profile", "spread of steps", "two plans are told apart by", "iterations", "where from"), _steps(profiles)
+        ),
         "## The shipped profiles",
         "`cpu` is a template here: it is replaced by what is measured on the host.",
         table(
@@ -126,6 +135,22 @@ def _device(profile: Any) -> tuple[str, ...]:
     memory_text = f"{facts['capacity_bytes'] / 1e9:.3g} GB, {facts['memory_bandwidth'] / 1e9:.4g} GB/s"
     names = ", ".join(f"`{name}`" for name in (profile["name"], *profile.get("aliases", ())))
     return names, profile["title"], peaks, memory_text, _source(facts)
+
+
+def _memory(profiles: list[Any]) -> Iterator[tuple[str, ...]]:
+    for profile in (profile for profile in profiles if profile.get("memory")):
+        own = profile["memory"]
+        sizes = [own[f"{name}_bytes"] >> 20 for name in ("context", "workspace", "communicator")]
+        beside = f"{sizes[0]:,} + {sizes[1]} MiB, {sizes[2]} MiB a communicator"
+        usable = f"{own['tight_share']:.0%}"
+        yield f"`{profile['name']}`", beside, f"{own['fragmentation']}", usable, f"{own['spread']}", _source(own)
+
+
+def _steps(profiles: list[Any]) -> Iterator[tuple[str, ...]]:
+    for profile in (profile for profile in profiles if profile.get("steps")):
+        own = profile["steps"]
+        figures = f"{own['spread']:.1%}", f"{own['resolution']:.1%}", str(own["count"])
+        yield f"`{profile['name']}`", *figures, _source(own)
 
 
 def _source(block: Any) -> str:

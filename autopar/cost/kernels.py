@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from autopar.cost.tables import Table
 from autopar.ops.table import operator
-from autopar.ops.work import EXPERTS, GROUPED, TRANSPOSED_CONVOLUTION, Product, WorkKey
+from autopar.ops.work import EXPERTS, GROUPED, TRANSPOSED_CONVOLUTION, Product, WorkKey, attended
 
 
 class Kernel(NamedTuple):
@@ -167,7 +167,8 @@ def _group(layout: str, count: int, m: float, n: float, k: float) -> Kernel:
 def _attention(call: WorkKey, direction: str, flops: int) -> Kernel:
     """Its table counts the forward's operations in both directions."""
     query, key = call.operand_shapes[:2]
-    kind, length, width = f"{call.detail or 'full'} {direction}", key[-2], query[-1]
+    kind, length = attended(call)
+    kind, width = f"{kind} {direction}", query[-1]
     sequences = math.prod(query[:-1]) / length  # as many tiles of queries as that many of the keys' length have
     sharing = math.prod(query[:-2]) / math.prod(key[:-2])
     typed = ((f"flash {kind}", (sequences, length, width, sharing)),)

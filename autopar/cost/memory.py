@@ -1,5 +1,4 @@
-"""What takes memory besides the values themselves: optimizer state, what autograd saves for backward, and what
-a device holds beside tensors.
+"""What takes memory besides the values themselves: optimizer state, and what autograd saves for backward.
 
 What is saved of an operator, and what it takes for a while, is in its row of `ops.table`. A view is saved by keeping
 its base alive: `storage_root` finds who owns the memory.
@@ -136,26 +135,3 @@ def lowered_memory(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) ->
     the operator itself runs."""
     rule = operator(node.op).lowered
     return rule(node, sizes, operands) if rule is not None else None
-
-
-# What a GPU holds beside tensors ----------------------------------------
-
-SEGMENT_BYTES = 2 << 20  # PyTorch's caching allocator asks the device for multiples of it
-#: what the allocator has asked for over what is allocated at the peak: freed blocks of other sizes are of no use. The
-#: median of the plans of measured grids (benchmarks/accuracy/gpu), where it is between 1.0 and 1.3
-FRAGMENTATION = 1.14
-CONTEXT_BYTES = 500 << 20  # the CUDA context and its modules, of Hopper and Ampere
-COMMUNICATOR_BYTES = 150 << 20  # of NCCL: buffers of 4 MiB for each channel and protocol
-#: the share of a device above which the allocator frees segments and asks again, step after step: such runs of measured
-#: grids took two to ten times as long
-TIGHT_SHARE = 0.88
-
-
-def reserved_bytes(allocated_bytes: int) -> int:
-    """What PyTorch's caching allocator holds of a GPU where so much is allocated at the peak, in whole segments."""
-    return -(-round(allocated_bytes * FRAGMENTATION) // SEGMENT_BYTES) * SEGMENT_BYTES
-
-
-def outside_bytes(num_communicators: int) -> int:
-    """What a process takes of a GPU that its allocator does not know of: the context, and buffers of communicators."""
-    return CONTEXT_BYTES + num_communicators * COMMUNICATOR_BYTES

@@ -18,10 +18,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from autopar.cost.device import DeviceMemory as DeviceMemory
 from autopar.cost.files import SCHEMA, profiles_folder
 from autopar.cost.provenance import Provenance as Provenance
 from autopar.cost.residuals import Residual as Residual
 from autopar.cost.residuals import residual_of
+from autopar.cost.steps import WholeSteps as WholeSteps
 from autopar.cost.tables import Table as Table
 from autopar.cost.tables import read_tables, write_table
 from autopar.errors import ProfileError
@@ -304,6 +306,8 @@ class Profile:
     waits: Mapping[tuple[str, int], Waits] = field(default_factory=dict)
     interference: Mapping[str, Interference] = field(default_factory=dict)  # by level; {}: `Facts.overlap_slowdown`
     call: CollectiveCall | None = None
+    memory: DeviceMemory | None = None  # None: a device holds what is allocated and the stated reserve
+    steps: WholeSteps | None = None  # None: predictions of whole steps were not checked
     other_links: tuple[Link, ...] = ()  # of other networks
     residuals: tuple[Residual, ...] = ()  # (): predictions were not checked against measurements
     ranks_sharing: int = 1  # ranks on one host that this profile is already slowed down for
@@ -311,7 +315,10 @@ class Profile:
 
     @property
     def usable_bytes(self) -> int:
-        """The default memory limit of a device: its capacity less the stated reserve."""
+        """The default memory limit of a device, of what is allocated: as much as leaves it room for all else that a
+        process takes (`DeviceMemory`), or its capacity less the stated reserve."""
+        if self.memory is not None:
+            return self.memory.usable_bytes(self.facts.capacity_bytes)
         return self.facts.capacity_bytes - self.facts.reserve_bytes
 
     def link(self, level: str) -> Link:
@@ -385,6 +392,8 @@ class Profile:
     def provenance(self) -> dict[str, str]:
         """The source of each block, for plans and reports."""
         blocks: dict[str, Provenance] = {"facts": self.facts.provenance}
+        blocks |= {"memory": self.memory.provenance} if self.memory else {}
+        blocks |= {"steps": self.steps.provenance} if self.steps else {}
         blocks |= {"host": self.host.provenance} if self.host else {}
         blocks |= {f"operators/{name}": curve.provenance for name, curve in self.operators.items()}
         blocks |= {f"tables/{name}": table.provenance for name, table in self.tables.items()}
@@ -398,7 +407,8 @@ class Profile:
 
     def sources(self, families: Collection[str], levels: Collection[str]) -> dict[str, str]:
         """The source of each block that serves operators of these families and links of these levels."""
-        wanted = {"facts", "host", *(f"operators/{self.curve(family).family}" for family in sorted(families))}
+        wanted = {"facts", "host", "memory", "steps"}
+        wanted |= {f"operators/{self.curve(family).family}" for family in families}
         known = [table for table in self.tables.values() if table.family in families]
         wanted |= {f"tables/{table.name}" for table in known if self.tables.get(table.like or "") not in known}
         wanted |= {f"links/{self.link(level).level}" for level in levels}
@@ -483,6 +493,8 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         waits={(item["level"], item["ranks"]): Waits(**_fields(item)) for item in data.get("waits", ())},
         interference={item["level"]: Interference(**_fields(item)) for item in data.get("interference", ())},
         call=CollectiveCall(**_fields(data["call"])) if data.get("call") else None,
+        memory=DeviceMemory(**_fields(data["memory"])) if data.get("memory") else None,
+        steps=WholeSteps(**_fields(data["steps"])) if data.get("steps") else None,
         residuals=tuple(Residual(**_fields(item)) for item in data.get("residuals", ())),
     )
     _check(profile, origin)
@@ -498,6 +510,8 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "title": profile.title,
         "device_type": profile.device_type,
         "facts": asdict(profile.facts),
+        "memory": profile.memory and asdict(profile.memory),
+        "steps": profile.steps and asdict(profile.steps),
         "host": profile.host and asdict(profile.host),
         "operators": [_write_operator(item) for item in profile.operators.values()],
         "runtime": profile.runtime and asdict(profile.runtime),
@@ -569,6 +583,11 @@ def _check(profile: Profile, origin: str) -> None:
         raise ProfileError(
             f"{origin}: at /facts/capacity_bytes: expected more than the reserve of {facts.reserve_bytes} bytes, found "
             f"{facts.capacity_bytes}"
+        )
+    if profile.usable_bytes <= 0:
+        raise ProfileError(
+            f"{origin}: at /memory: expected to leave room for tensors in /facts/capacity_bytes of "
+            f"{facts.capacity_bytes}, found that it takes all"
         )
     for missing in {"pointwise", "matmul"} - set(profile.operators):
         raise ProfileError(f"{origin}: expected a curve of the operator family {missing!r}, found none")

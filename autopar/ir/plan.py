@@ -79,7 +79,12 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the cost model says of a plan. Bytes of communication are per rank and step, by collective."""
+    """What the cost model says of a plan. Bytes of communication are per rank and step, by collective.
+
+    Where the devices' profiles say (`autopar.odds`): step_time_interval_ns holds nine in ten steps, taken_bytes are
+    what a process takes of the fullest device, beside what is allocated, and fits_probability is how likely its
+    capacity_bytes are enough.
+    """
 
     step_time_ns: int = 0
     lower_bound_ns: int = 0
@@ -87,6 +92,10 @@ class Prediction:
     comm_bytes: Mapping[str, int] = field(default_factory=dict)
     breakdown: Breakdown = Breakdown()
     memory: Mapping[str, int] = field(default_factory=dict)  # at the peak, by kind
+    step_time_interval_ns: tuple[int, int] | None = None
+    taken_bytes: int | None = None
+    capacity_bytes: int | None = None
+    fits_probability: float | None = None
 
 
 @dataclass(frozen=True)

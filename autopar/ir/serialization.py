@@ -58,7 +58,7 @@ def to_json(plan: Plan) -> str:
     data["microbatch_inputs"] = list(plan.microbatch_inputs)
     data["recompute"] = list(plan.recompute)
     data["stages"] = [_stage_to_json(stage) for stage in plan.stages]
-    data["predicted"] = asdict(plan.predicted)
+    data["predicted"] = {name: value for name, value in asdict(plan.predicted).items() if value is not None}
     data["search"] = _search_to_json(plan.search)
     data.update({name: dict(getattr(plan, name)) for name in _TOLD})
     data["choices"] = [
@@ -206,4 +206,6 @@ def _refinement(data: dict[str, Any]) -> Refinement:
 
 
 def _prediction(data: dict[str, Any]) -> Prediction:
-    return Prediction(**{**data, "breakdown": Breakdown(**data["breakdown"])})
+    interval = data.get("step_time_interval_ns")
+    odds = {} if interval is None else {"step_time_interval_ns": tuple(interval)}
+    return Prediction(**{**data, "breakdown": Breakdown(**data["breakdown"]), **odds})

@@ -50,7 +50,7 @@ def _splits_groups(call: Call, rule: AxisRule) -> bool:
     return rule.operands[0] == rule.operands[1] == S(head) and query > key == value
 
 
-def _heads_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
+def heads_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
     """Heads in groups split by whole groups; inside of that, the queries of a group may be split among ranks."""
     head = len(call.shape(0)) - 3
     heads = [shape[head] for shape in call.operand_shapes[:3]]
@@ -67,10 +67,16 @@ def _heads_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, 
 
 
 def _local(local: LocalCall) -> str | None:
-    """Where query heads are split further than those of keys and values: the call on one key and one value head for
-    each query head, which each rank takes out of the whole."""
-    call, node = local.call, local.call.node
-    head = len(call.shape(0)) - 3
+    """On what `heads_on_rank` names, which are as many heads of keys as of queries."""
+    names, node = heads_on_rank(local), local.call.node
+    kwargs = tuple((name, value) for name, value in node.kwargs if name != "enable_gqa")
+    return local.plain(names, replace(node, args=node.args[:7], kwargs=kwargs)) if names else None
+
+
+def heads_on_rank(local: LocalCall) -> list[str] | None:
+    """Where query heads are split further than those of keys and values: the operands with one key and one value head
+    for each query head, which each rank takes out of the whole."""
+    call, head = local.call, len(local.call.shape(0)) - 3
     query, key = local.placements[:2]
     axes = [axis for axis, q, k in zip(local.axes, query, key, strict=True) if q == S(head) != k]
     if not axes or call.shape(1)[head] == 1:
@@ -78,16 +84,14 @@ def _local(local: LocalCall) -> str | None:
     together = math.prod(axis.size for axis, k in zip(local.axes, key, strict=True) if k == S(head))
     count, group = call.shape(0)[head] // together, call.shape(0)[head] // call.shape(1)[head]
     where = f"{head}, {count}, {group}, {tuple_of([axis.name for axis in axes])}"
-    names = [local.names[0], *(f"rt.heads_of({name}, {where})" for name in local.names[1:3]), *local.names[3:]]
-    kwargs = tuple((name, value) for name, value in node.kwargs if name != "enable_gqa")
-    return local.plain(names, replace(node, args=node.args[:7], kwargs=kwargs))
+    return [local.names[0], *(f"rt.heads_of({name}, {where})" for name in local.names[1:3]), *local.names[3:]]
 
 
 _FUSED = Operator(work=work.ATTENTION, saved=saved.attention)
 
 ATTENTION: dict[str, Operator] = {
     "aten.scaled_dot_product_attention.default": _FUSED.by(
-        attention, saved_on_cpu=saved.attention_on_cpu, limits=(_heads_error,), local=_local
+        attention, saved_on_cpu=saved.attention_on_cpu, limits=(heads_error,), local=_local
     ),
     "_scaled_dot_product_flash_attention": _FUSED,
     "_scaled_dot_product_efficient_attention": _FUSED,

@@ -21,8 +21,8 @@ Strides = tuple[int, ...]
 
 RESHAPES = frozenset(["view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as"])
 _LIKE_FIRST_NAMES = """
-    scaled_dot_product_attention mul add sub div neg exp gelu silu relu tanh sigmoid clone dropout pow rsqrt sqrt
-    masked_fill where _to_copy sin cos clamp softmax
+    scaled_dot_product_attention context_attention mul add sub div neg exp gelu silu relu tanh sigmoid clone dropout
+    pow rsqrt sqrt masked_fill where _to_copy sin cos clamp softmax
 """
 _LIKE_FIRST = frozenset(_LIKE_FIRST_NAMES.split())
 _SAME = frozenset(["alias", "detach", "identity", "split", "split_with_sizes", "chunk", "slice", "narrow"])

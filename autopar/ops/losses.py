@@ -27,8 +27,8 @@ def cross_entropy(call: Call) -> list[AxisRule]:
     rules = []
     for position, dim in enumerate(sample_dims):
         rules.append(AxisRule((S(dim), S(position), *weight), (S(position) if spread else P,)))
-    if not spread and not weight and len(logits) == 2 and float(call.arguments["label_smoothing"]) == 0.0:
-        rules.append(AxisRule((S(1), R), (I,)))
+    if not spread and not weight and float(call.arguments["label_smoothing"]) == 0.0:
+        rules.append(AxisRule((S(1), R), (I,)))  # of any further dims, too
     return rules
 
 

@@ -17,6 +17,7 @@ from autopar.ir.structure import RANDOM
 from autopar.ops import kinds, proofs, saved, views, work, workspace
 from autopar.ops.attention import ATTENTION
 from autopar.ops.call import Call, base_name, overload
+from autopar.ops.context import CONTEXT
 from autopar.ops.dropout import RANDOMNESS
 from autopar.ops.embedding import EMBEDDINGS
 from autopar.ops.experts import EXPERTS
@@ -110,6 +111,7 @@ def _named(names: str, kind: Operator) -> dict[str, Operator]:
 
 OPERATORS: dict[str, Operator] = {
     **ATTENTION,
+    **CONTEXT,
     **EMBEDDINGS,
     **EXPERTS,
     **FUNCTIONS,

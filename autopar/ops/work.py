@@ -236,9 +236,16 @@ def _equation(node: Node) -> str:
 
 def _attention_flops(call: WorkKey) -> int:
     """Scores and their product with the values; a causal mask leaves half of both to do."""
-    query, key, value = call.operand_shapes[:3]
-    products = 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-    return products // 2 if call.detail == "causal" else products
+    query, _, value = call.operand_shapes[:3]
+    kind, length = attended(call)
+    products = 2 * math.prod(query[:-1]) * length * (query[-1] + value[-1])
+    return products // 2 if kind == "causal" else products
+
+
+def attended(call: WorkKey) -> tuple[str, int]:
+    """Of attention: whether it is "causal" or "full", and how many keys there are, on all ranks together."""
+    kind, _, length = call.detail.partition(" ")
+    return kind or "full", int(length or call.operand_shapes[1][-2])
 
 
 def _attention_gradient(call: WorkKey) -> Work:
@@ -248,6 +255,11 @@ def _attention_gradient(call: WorkKey) -> Work:
 
 def _is_causal(node: Node) -> str:
     return "causal" if argument(node, 5, "is_causal", False) else ""
+
+
+def _causal_over(node: Node) -> str:
+    """With the number of keys of all ranks."""
+    return f"{_is_causal(node) or 'full'} {dict(node.kwargs)['length']}"
 
 
 # Memory-bound operators -------------------------------------------------
@@ -399,6 +411,7 @@ CONVOLUTION = _products("convolution", _convolution_flops)
 TRANSPOSED_CONVOLUTION = _products("convolution", _transposed_convolution_flops)
 EXPERTS = WorkKind("matmul", _experts_flops, gradient=_experts_gradient, detail=_num_experts)
 ATTENTION = WorkKind("attention", _attention_flops, gradient=_attention_gradient, detail=_is_causal)
+CONTEXT_ATTENTION = ATTENTION._replace(detail=_causal_over)
 SOFTMAX = WorkKind("softmax")
 ROWS = WorkKind("gather", moved=_row_bytes, gradient=_lookup_gradient)
 LOOKUP = WorkKind("gather", moved=_lookup_bytes, gradient=_lookup_gradient)

@@ -48,9 +48,9 @@ WorkspaceRule = Callable[[Sizes], Workspace]
 
 class RuntimeMemory(NamedTuple):
     """Of a function of the runtime that runs in the place of an operator: bytes that autograd keeps of it, instead of
-    what it keeps of that, and what it takes for a while."""
+    what it keeps of that (None: the same), and what it takes for a while."""
 
-    saved_bytes: int
+    saved_bytes: int | None
     workspace: Workspace
 
 
@@ -85,7 +85,7 @@ def split_cross_entropy(node: Node, sizes: Sizes, operands: tuple[Placement, ...
     its class is here and which column that is. Rows of numbers of the same kinds come and go beside them."""
     if S(1) not in operands[0]:
         return None
-    rows, width = sizes.operands[0][0], max(4, sizes.itemsize)
+    rows, width = math.prod(sizes.operands[1]), max(4, sizes.itemsize)
     scores, is_widened = math.prod(sizes.operands[0]) * width, width != sizes.itemsize
     saved = scores + rows * (2 * width + INDEX_BYTES + sizes.itemsize + 2)
     forward = rows * (2 * INDEX_BYTES + 4 * width + sizes.itemsize)
@@ -99,6 +99,23 @@ def split_lookup(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> R
         return None
     count, has_padding = math.prod(sizes.operands[1]), argument(node, 2, "padding_idx", -1) >= 0
     return RuntimeMemory(count * (INDEX_BYTES + 1 + has_padding), (count * INDEX_BYTES + sizes.result, sizes.result))
+
+
+def context_attention(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory | None:
+    """Where keys are split: those of all ranks, and their values, for each query head, once more while they arrive; two
+    results that are merged in float32; queries and results on their way. Backward, all of their gradients, too."""
+    seq = len(sizes.operands[0]) - 2
+    if S(seq) not in operands[1]:
+        return None
+    length, width = dict(node.kwargs)["length"], max(4, sizes.itemsize)
+    parts = [sizes.operand(position) * length // max(1, sizes.operands[position][seq]) for position in (1, 2)]
+    group = sizes.operands[0][seq - 1] // max(1, sizes.operands[1][seq - 1])
+    whole, result = sum(parts), math.prod(sizes.results[0]) * width
+    each = whole * (group + (group > 1))
+    forward = each + max(parts) + 4 * result + 2 * sizes.operand(0)
+    return RuntimeMemory(
+        None, (forward, each + 2 * whole * group + max(parts) + 6 * max(sizes.operand(0), sizes.result))
+    )
 
 
 def rms_norm(sizes: Sizes) -> Workspace:

@@ -25,6 +25,7 @@ from autopar.runtime.declare import (
 from autopar.runtime.errors import CollectiveError, ProgramError, WorldError
 from autopar.runtime.functions import apply, hooked, imported
 from autopar.runtime.inputs import in_first, microbatch, total
+from autopar.runtime.lowering.context import *
 from autopar.runtime.lowering.cross_entropy import *
 from autopar.runtime.lowering.dropout import *
 from autopar.runtime.lowering.embedding import *

@@ -32,6 +32,8 @@ from autopar.runtime.packing import pack_gathers
 from autopar.runtime.redistribute import forward_step
 from autopar.runtime.stored import ParameterUse, SizedStep
 
+WHOLE, FIRST, SECOND = "whole", "first", "second"  # backward passes, and the parts of those in two
+
 
 class Unit:
     """The converted parameters of one block, and which of them are under way or in place."""
@@ -43,7 +45,7 @@ class Unit:
         self.has_run = False  # forward, in this microbatch
         self.in_flight = 0  # microbatches that have run forward, and not yet backward
         self.awaits_backward = False  # in this backward pass
-        self.runs_backward = False  # seen in the microbatch before: it is prefetched for the backward pass
+        self.runs_in = set[str]()  # parts of backward passes that were seen to reach it: it is prefetched in these
         self.undone = 0  # regathered leaves whose gradient is still to come in this backward pass
         self.read_outside: dict[ParameterUse, None] = {}  # regathered, asked for by something outside, in that order
         self._under_way: list[Callable[[], None]] = []
@@ -160,6 +162,7 @@ class Gatherer:
         self.units = list(units)
         self._order = list(units)  # as the forward pass visits them: as declared, until it has been seen once
         self._visited: list[Unit] = []
+        self._part = WHOLE  # of the backward pass
         self.first = FirstConversions([slot for unit in units for slot in unit.kept])
         for unit in self.units:
             self._attach(unit)
@@ -188,8 +191,9 @@ class Gatherer:
         for unit in self.units:
             unit.has_run = False
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, part: str = WHOLE) -> None:
         """A microbatch's backward pass begins: its own forward pass, or that of another, may have just ended."""
+        self._part = part
         for unit in self.units:
             unit.awaits_backward = unit.in_flight > 0
             unit.undone = sum(slot.leaf.requires_grad for slot in unit.regathered)
@@ -197,6 +201,7 @@ class Gatherer:
 
     def bring_all(self) -> None:
         """For the second part of a backward pass, whose operators ask for their parameters in no order of blocks."""
+        self._part = SECOND
         for unit in self.units:
             unit.launch()
         for unit in self.units:
@@ -238,7 +243,8 @@ class Gatherer:
         unit.release()
 
     def _before_backward(self, unit: Unit) -> None:
-        unit.awaits_backward, unit.runs_backward = False, True
+        unit.awaits_backward = False
+        unit.runs_in.add(self._part)
         unit.in_flight -= 1
         if not unit.is_done:  # a block may run in pieces, of which the later ones have brought all gradients
             unit.launch()
@@ -253,7 +259,7 @@ class Gatherer:
         index = self._order.index(unit) + direction if unit in self._order else -1
         if 0 <= index < len(self._order):
             neighbour = self._order[index]
-            goes_backward = neighbour.awaits_backward and neighbour.runs_backward
+            goes_backward = neighbour.awaits_backward and self._part in neighbour.runs_in
             if goes_backward if direction < 0 or is_again else not neighbour.has_run:
                 neighbour.launch()
 

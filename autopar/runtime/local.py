@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autopar.runtime import comm, randomness, state
 from autopar.runtime.declare import Block, Parameters, Program
-from autopar.runtime.gathering import Gatherer, Unit
+from autopar.runtime.gathering import FIRST, Gatherer, Unit
 from autopar.runtime.mesh import RankMesh
 from autopar.runtime.reducing import Reducer, on_gradient
 from autopar.runtime.stored import ParameterUse, StoredParameter, slot_names
@@ -136,7 +136,7 @@ class Local:
     def backward_of_inputs(self, index: int, run: Callable[[], None]) -> None:
         """The first part of a microbatch's backward pass, which makes no gradients of parameters."""
         self.mesh.progress.microbatch = index
-        self.gatherer.begin_backward()
+        self.gatherer.begin_backward(FIRST)
         run()
 
     def backward_of_leaves(self, index: int, run: Callable[[], None]) -> None:

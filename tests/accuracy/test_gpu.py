@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from autopar.cost.memory import SEGMENT_BYTES, outside_bytes, reserved_bytes
 from autopar.trace import trace
 from benchmarks.accuracy.gpu import decoder
 from benchmarks.accuracy.gpu.__main__ import main
@@ -169,13 +168,6 @@ def test_a_grid_of_few_runs_has_figures_where_there_are_any() -> None:
 def test_ties_share_their_rank() -> None:
     assert spearman([1, 1, 2], [1, 2, 3]) == pytest.approx(math.sqrt(3) / 2)
     assert math.isnan(spearman([1], [1]))
-
-
-def test_a_device_holds_whole_segments_and_more_than_is_allocated() -> None:
-    for allocated in (1, SEGMENT_BYTES, 10**9 + 7, 7 * 10**10):
-        assert reserved_bytes(allocated) % SEGMENT_BYTES == 0
-        assert reserved_bytes(allocated) > allocated
-    assert outside_bytes(3) > outside_bytes(0) > 0
 
 
 # Kernels of the decoder ----------------------------------------

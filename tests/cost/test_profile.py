@@ -159,6 +159,8 @@ def test_a_profile_tells_the_sources_of_what_a_plan_uses() -> None:
         name
         for name in (
             "facts",
+            "memory",
+            "steps",
             "host",
             "operators/matmul",
             "operators/pointwise",

@@ -33,7 +33,7 @@ OPTIMIZERS = ("sgd",)
 
 def template(model: nn.Module, batch: Tensors, **choices: Any) -> PlannedProgram:
     """The program of a template for as many ranks as its axes have."""
-    world = choices.get("dp", 1) * choices.get("tp", 1)
+    world = math.prod(choices.get(name, 1) for name in ("dp", "cp", "tp"))
     mesh = autopar.Mesh("cpu", devices_per_node=world)
     return autopar.parallelize(model, mesh, batch, plan=autopar.template_plan(model, mesh, batch, **choices))
 

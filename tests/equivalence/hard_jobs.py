@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar import runtime as rt
@@ -132,3 +133,25 @@ def evaluated(rank: int, world: int, source: str, state: Tensors, batch: Tensors
     except rt.ProgramError as error:
         said = str(error)
     return first, second, built.training, said
+
+
+def saved_bytes(parameters: Iterable[Tensor], step: Callable[[], Any]) -> int:
+    """Bytes of all that autograd keeps in a step, but for parameters."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        step()
+    return sum(kept.values())
+
+
+def saved_on_rank(rank: int, world: int, source: str, state: Tensors, batch: Tensors) -> int:
+    built = rt.build(load_source(source).Program)
+    built.init_from(state, broadcast=False)
+    return saved_bytes([p.to_local() for p in built.parameters()], lambda: built.train_step(**batch))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import platform
 import sys
@@ -35,6 +36,7 @@ from autopar.microbatch import check_plan
 from autopar.pipeline import template_of_graph
 from autopar.profiler import profiles_of
 from autopar.profiler.host import cpu_model
+from autopar.rewrites import graph_of
 from autopar.staging import cut, stages_of_sizes
 from autopar.trace import find_blocks, trace
 from models import gpt, llama, moe, unet
@@ -90,7 +92,7 @@ class Kind:
 
 
 def _num_ranks(options: Options) -> int:
-    return int(options.get("pp", 1) * options.get("dp", 1) * options.get("tp", 1))
+    return math.prod(options.get(name, 1) for name in ("pp", "dp", "cp", "tp"))
 
 
 def _template(long: int = 4, depth: int = 0, tied: bool = False, **options: Any) -> Kind:
@@ -102,6 +104,7 @@ PLANS: dict[str, Kind] = {
     "pp4": _template(pp=4, long=8),
     "pp_dp": _template(dp=2),
     "pp_tp": _template(tp=2),
+    "pp_cp": _template(cp=2, microbatches=2),
     "pp_zero1": _template(dp=2, zero=1),
     "pp_zero2": _template(dp=2, zero=2),
     "pp_zero3": _template(dp=2, zero=3),
@@ -263,12 +266,13 @@ def faults(model_name: str, plan_name: str, schedule: str) -> list[str]:
     variant = ALL_PLANS[plan_name].variant(model_name, schedule)
     model, batch = build(variant)
     state = {**model.state_dict(), **dict(model.named_buffers())}
-    source = emit(graph(variant), chosen)
+    planned = graph_of(chosen, graph(variant))
+    source = emit(planned, chosen)
     results = pool(chosen.mesh.num_devices).run(run_rank, source, state, batch, OPTIMIZERS)
     found = differences(single(variant), results[0])
     if len({(loss.item(), norm.item()) for loss, _, norm, *_ in results}) > 1:
         found.append("ranks disagree about the loss or the norm")
-    return found + wrong_bytes(chosen, graph(variant), [result[4] for result in results])
+    return found + wrong_bytes(chosen, planned, [result[4] for result in results])
 
 
 def wrong_bytes(chosen: Plan, whole: Graph, counted: list[Mapping[str, int]]) -> list[str]:

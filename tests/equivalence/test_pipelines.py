@@ -14,7 +14,7 @@ SAMPLE = {
     ],
     "llama": ["pp_tp gpipe", "pp_zero2 1f1b", "pp2_of_7_in_3 interleaved_zero_bubble", "pp2_dp2_of_5 zero_bubble"],
     "hf_gpt2": ["pp2 interleaved", "pp_zero1 1f1b", "pp4 gpipe", "pp_tied zero_bubble_v", "pp4_of_6 gpipe"],
-    "hf_t5": ["pp_dp 1f1b", "pp2 gpipe", "pp2 zero_bubble_v"],
+    "hf_t5": ["pp_dp 1f1b", "pp2 gpipe", "pp_zero3 zero_bubble_v"],
     "moe": ["pp_recompute 1f1b", "pp_tp 1f1b", "pp2_of_3 zero_bubble_v"],
 }
 CASES = [(model, *case.split()) for model, cases in SAMPLE.items() for case in cases]

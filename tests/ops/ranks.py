@@ -34,7 +34,7 @@ def run(axes: Sequence[Axis], job: Callable[[Coordinate, runtime_mesh.RankMesh],
 def _mesh(axes: Sequence[Axis], coordinate: Coordinate) -> runtime_mesh.RankMesh:
     whole = device_mesh(tuple((axis.name, axis.size) for axis in axes))
     made = [
-        runtime_mesh.Axis(axis.name, axis.size, index, whole.get_group(axis.name) if axis.size > 1 else None, True)
+        runtime_mesh.Axis(axis.name, axis.size, index, whole.get_group(axis.name) if axis.size > 1 else None, False)
         for axis, index in zip(axes, coordinate, strict=True)
     ]
     return runtime_mesh.RankMesh(tuple(made), None, torch.device("cpu"))

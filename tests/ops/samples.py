@@ -160,6 +160,22 @@ def attentions() -> list[Sample]:
     ]
 
 
+def contexts() -> list[Sample]:
+    """Attention whose sequence may be split, too."""
+    op, causal = "autopar.context_attention.default", (None, 0.0, True)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((f(4, 6, 4, 2), f(4, 6, 8, 2), f(4, 6, 8, 2)), {"length": 8}),
+        ((f(4, 6, 6, 2), f(4, 6, 6, 2), f(4, 6, 6, 4)), {"length": 6}),
+        ((f(2, 4, 12, 2), f(2, 4, 12, 2), f(2, 4, 12, 2), *causal), {"length": 12, "scale": 0.5}),
+        ((f(4, 7, 2), f(4, 7, 2), f(4, 7, 4), *causal), {"length": 7}),
+        ((f(2, 12, 12, 2), f(2, 4, 12, 2), f(2, 4, 12, 2), *causal), {"length": 12, "enable_gqa": True}),
+        ((f(2, 6, 10, 2), f(2, 1, 10, 2), f(2, 1, 10, 2)), {"length": 10, "enable_gqa": True}),
+        ((f(2, 4, 4, 2), f(2, 4, 4, 2), f(2, 4, 4, 2), f(4, 4)), {"length": 4}),
+        ((f(2, 4, 4, 2), f(2, 4, 6, 2), f(2, 4, 6, 2), *causal), {"length": 6}),
+    ]
+    return [Sample(op, args, kwargs, False) for args, kwargs in calls]
+
+
 def normalisations() -> list[Sample]:
     loss = "cross_entropy_loss.default"
     batch_norm = "_native_batch_norm_legit_functional.default"
@@ -547,7 +563,10 @@ def _routing() -> list[Sample]:
 def table_samples() -> list[Sample]:
     """Samples of every operator that the table or torch's pointwise tag covers."""
     torch.manual_seed(0)
-    groups = (contractions, attentions, normalisations, reductions, rearrangements, pooling, pointwise, communicating)
+    groups = (
+        *(contractions, attentions, contexts, normalisations, reductions, rearrangements, pooling, pointwise),
+        communicating,
+    )
     return [sample for group in groups for sample in group()]
 
 

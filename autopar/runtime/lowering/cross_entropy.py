@@ -47,6 +47,8 @@ def cross_entropy(
     count, as when a microbatch is a part of the mean, or when `start_valid_count` was called earlier.
     `weight` (C,) is whole on every rank.
     """
+    if logits.dim() > 2 and not class_axes and logits.movedim(1, -1).is_contiguous() and reduction != "none":
+        logits, target = logits.movedim(1, -1).flatten(0, -2), target.flatten()  # rows, as they lie in memory
     if class_axes:
         losses = _split_class_losses(logits, target, class_axes, num_classes, ignore_index, label_smoothing, weight)
     elif reduction == "mean" and count is None and not reduction_axes:

@@ -34,6 +34,9 @@ function summary(plan) {
       'div',
       { class: 'figures' },
       figure('step time', time(predicted.step_time_ns), `most of it: ${worst[1]}`),
+      predicted.step_time_interval_ns
+        ? figure('in nine of ten runs', predicted.step_time_interval_ns.map(time).join(' to '), 'by the profile’s residuals')
+        : '',
       figure(
         'peak memory of a device',
         bytes(predicted.peak_bytes),
@@ -41,6 +44,13 @@ function summary(plan) {
           ? `${percent(predicted.peak_bytes, plan.memory_limit)} of ${bytes(plan.memory_limit)}`
           : 'no limit',
       ),
+      predicted.taken_bytes
+        ? figure(
+            'taken of a device',
+            bytes(predicted.taken_bytes),
+            `of ${bytes(predicted.capacity_bytes)}; fits with ${(100 * predicted.fits_probability).toFixed(1)}%`,
+          )
+        : '',
       figure(
         'computing',
         percent(predicted.breakdown.compute_ns, predicted.step_time_ns),

@@ -1,7 +1,7 @@
 """Predicted beside measured training iterations of GPUs, whole steps and peaks of memory.
 
     python -m benchmarks.accuracy.gpu FILES… [--models CSV] [--source S] [--every N] [--cross-validate] [--fit ROUNDS]
-        [--output FILE]
+        [--odds] [--output FILE]
 
 FILES: CSVs of measured configurations (`rows`), plain or gzipped. Each row becomes the plan that `template_plan` makes
 of it, on the model as its software computes it (`decoder`), and is simulated with the shipped profile of its GPU joined
@@ -12,7 +12,8 @@ reach half of their cell's best), and writes softwares.json and the clocks in co
 without the rows of each model in turn, and reports the errors of these.
 
 Printed and written to --output: of each source the mean absolute error (MAPE), the median signed error, the worst, the
-rank correlation and the memory's error; of a grid of plans the same for each cell, with the regret of the plan that is
+rank correlation and the memory's error; how many rows lie in their 90% intervals (`odds`; --odds writes how sure steps
+are into cost_profiles); of a grid of plans the same for each cell, with the regret of the plan that is
 predicted fastest, and what was said of the memory of runs that finished and of those that did not.
 """
 
@@ -28,6 +29,7 @@ from pathlib import Path
 
 from autopar.cost import Profile
 from benchmarks.accuracy.gpu.fitting import cross_validated, fit
+from benchmarks.accuracy.gpu.odds import steps_blocks, write_steps
 from benchmarks.accuracy.gpu.plans import profiles_of
 from benchmarks.accuracy.gpu.predictions import Planned, Predicted, planned, predict
 from benchmarks.accuracy.gpu.reports import printed, written
@@ -46,6 +48,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th row of each file")
     parser.add_argument("--fit", type=int, default=0, metavar="ROUNDS", help="fit the constants and write them")
     parser.add_argument("--cross-validate", action="store_true", help="leave out each model in turn")
+    parser.add_argument("--odds", action="store_true", help="write the spread of whole steps into the profiles")
     parser.add_argument("--output", type=Path, help="a file for every row as JSON")
     options = parser.parse_args(arguments)
     if options.output and options.output.is_dir():
@@ -79,6 +82,8 @@ def main(arguments: list[str] | None = None) -> int:
     predictions = [predict(item, softwares, profiles) for item in items]
     seconds = round(time.process_time() - started)
     print(printed(predictions, left_out, seconds))
+    if options.odds:
+        write_steps(PROFILES, steps_blocks(predictions, left_out))
     if options.output:
         command = " ".join([*(path.name for path in options.csv), *_flags(options)])
         options.output.write_text(written(predictions, left_out, command, seconds), encoding="utf-8")

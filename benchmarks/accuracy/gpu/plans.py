@@ -157,10 +157,10 @@ def stage_layers(row: Row, software: Software) -> tuple[int, ...] | None:
 
 def _without_gaps(counts: list[int]) -> list[int]:
     """Stages in the middle without a layer, where the loss is by itself after the head: they take one of the busiest
-    stage before them."""
+    stage before them, of equal ones the last: it has the fewest microbatches in flight."""
     for stage in range(len(counts) - 2, 0, -1):
         if not counts[stage]:
-            busiest = max(range(stage), key=lambda number: counts[number])
+            busiest = max(range(stage), key=lambda number: (counts[number], number))
             counts[busiest], counts[stage] = counts[busiest] - 1, 1
     return counts
 

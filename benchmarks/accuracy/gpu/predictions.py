@@ -8,18 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost import Profile
-from autopar.cost.memory import TIGHT_SHARE, outside_bytes, reserved_bytes
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.placement import local_shape
 from autopar.ir.plan import Plan
+from autopar.odds import operators_variance
 from autopar.simulate import Timeline, simulate
+from autopar.simulate import predict as told_of
 from autopar.simulate.engine import Sent
 from benchmarks.accuracy.gpu.plans import graphs, plan_of, profile_name, reason_against
 from benchmarks.accuracy.gpu.rows import Row
 from benchmarks.accuracy.gpu.softwares import Software, software_of
 
 FLOAT32_BYTES = 4
+EVEN = 0.5
 FLOAT8, BFLOAT16 = "float8_e4m3fn", "bfloat16"  # in the names of tables
 
 
@@ -36,7 +38,7 @@ class Planned:
 @dataclass(frozen=True)
 class Predicted:
     """What is predicted of a row; or why nothing is. reserved_bytes: what the allocator holds at the peak; is_tight: it
-    is so much that the allocator would free and ask again, step after step."""
+    is so much that the allocator would free and ask again, step after step; fits_probability: of the fullest device."""
 
     row: Row
     seconds: float = 0.0
@@ -44,6 +46,8 @@ class Predicted:
     fits: bool = True
     is_tight: bool = False
     reason: str = ""
+    fits_probability: float = 1.0
+    operators_variance: float = 0.0  # of the logarithm of the step time, that the profile's residuals explain
 
 
 def planned(rows: Sequence[Row], softwares: tuple[Software, ...]) -> Iterator[Planned]:
@@ -71,11 +75,22 @@ def predict(item: Planned, softwares: tuple[Software, ...], profiles: Mapping[st
     profile = used_profile(profiles[profile_name(row.gpu)], software, row.precision, row.network)
     timeline = simulate(item.graph, item.plan, profile, sums_early=row.zero not in software.late_sums)
     late = late_gathers_ns(timeline) if row.zero in software.late_gathers else 0
-    reserved = reserved_bytes(allocated_bytes(item, software, timeline))
-    taken = reserved + outside_bytes(sum(count > 1 for count in (row.dp, row.tp, row.pp)))
-    share = taken / profile.facts.capacity_bytes
+    seconds = (timeline.step_time_ns + late + software.step_ns) / 1e9
+    variance = operators_variance(replace(item.plan, predicted=told_of(timeline)), item.graph, profile)
+    return replace(held(item, software, timeline, profile), seconds=seconds, operators_variance=variance)
+
+
+def held(item: Planned, software: Software, timeline: Timeline, profile: Profile) -> Predicted:
+    """What a row's fullest device holds, and what the one holds that its table speaks of."""
+    row, memory, capacity = item.row, profile.memory, profile.facts.capacity_bytes
+    peaks = allocated_bytes(item, software, timeline)
+    if memory is None:
+        return Predicted(row, reserved_bytes=max(peaks), fits=max(peaks) <= capacity)
+    taken = memory.taken_bytes(max(peaks), sum(count > 1 for count in (row.dp, row.tp, row.pp)))
+    told = memory.reserved_bytes(peaks[0] if row.tells_first else max(peaks))
+    odds, share = memory.fits_probability(taken, capacity), taken / capacity
     return Predicted(
-        row, (timeline.step_time_ns + late + software.step_ns) / 1e9, reserved, share <= 1, share > TIGHT_SHARE
+        row, reserved_bytes=told, fits=odds > EVEN, is_tight=share > memory.tight_share, fits_probability=odds
     )
 
 
@@ -89,17 +104,17 @@ def _gathers_ns(along: Mapping[tuple[int, str], Sent]) -> int:
     return sum(sent.duration_ns for (_, kind), sent in along.items() if kind == "gather")
 
 
-def allocated_bytes(item: Planned, software: Software, timeline: Timeline) -> int:
-    """The peak, of the submesh that has the most."""
+def allocated_bytes(item: Planned, software: Software, timeline: Timeline) -> list[int]:
+    """The peak of each submesh."""
     assert item.graph is not None and item.plan is not None
     if not software.keeps_sums:
-        return timeline.peak_bytes
+        return [lane.peak_bytes for lane in timeline.lanes]
     sums = [sums_bytes(item.graph, item.plan, lane.ranks.start) for lane in timeline.lanes]
     peaks = [lane.memory_at_peak for lane in timeline.lanes]
-    return max(
+    return [
         sum(size for kind, size in peak.items() if not kind.startswith("gradients")) + own
         for peak, own in zip(peaks, sums, strict=True)
-    )
+    ]
 
 
 def sums_bytes(graph: Graph, plan: Plan, rank: int) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.profiler.text import profile_text
+from benchmarks.accuracy.gpu.odds import calibration
 from benchmarks.accuracy.gpu.predictions import Predicted
 from benchmarks.accuracy.gpu.scores import Figures, by_cell, by_source, by_source_left_out, error, of_grid, scored
 
@@ -22,7 +23,7 @@ def printed(items: Sequence[Predicted], left_out: Mapping[str, float], seconds: 
     """Tables by source and by cell, and the reasons of what was not predicted. left_out: errors of rows by their ids,
     under constants that were fitted without them."""
     parts = [_table("source", by_source(items)), _table("model left out", by_source_left_out(items, left_out))]
-    parts.append(_table("cell", by_cell(items)))
+    parts += [_table("cell", by_cell(items)), calibration(items, left_out), ""]
     parts += [f"{name}: {_text(name, value)}" for name, value in of_grid(items).items()]
     parts += ["", "not predicted:", *_reasons(items)] if any(item.reason for item in items) else []
     return "\n".join([*filter(None, parts), f"{len(scored(items))} rows; {seconds} s of processor time"])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-GIB, GB = 1 << 30, 10**9
+GIB = 1 << 30
 DEVICES_PER_NODE = 8
 NVLINK_DOMAIN = 64  # of a GB200 or GB300 rack's 72, those that a power of two of ranks uses
 FLAGS = {"": None, "0": False, "0.0": False, "1": True, "1.0": True}
@@ -53,7 +53,8 @@ GRID = {
 class Row:
     """One measured iteration. measured_s: None of a run that did not finish. hsdp: among how many ranks ZeRO shards,
     1 for all. again: of each stage (or one number for all) how many layers are computed again, where recompute does not
-    say it of all. layers: blocks of each stage, where they are not even. unknown: why nothing can be said of it."""
+    say it of all. layers: blocks of each stage, where they are not even. tells_first: memory_bytes are those of rank 0
+    and not of the fullest. unknown: why nothing can be said of it."""
 
     id: str
     source: str
@@ -81,6 +82,7 @@ class Row:
     layers: tuple[int, ...] | None = None
     measured_s: float | None = None
     memory_bytes: float | None = None
+    tells_first: bool = False
     cell: str = ""
     network: str = ""  # between nodes, where it is known not to be the usual one
     other: str = field(default="", compare=False)
@@ -149,6 +151,7 @@ def _sizes(record: Mapping[str, str]) -> Sizes:
 
 
 def _grid_row(path: Path, number: int, record: Mapping[str, str]) -> Row:
+    """Its memory is in GiB, as what ZeRO saves on many ranks says, and that of rank 0, whatever last stages hold."""
     counts = {name: int(float(record[name])) for name in ("nodes", "dp", "tp", "pp", "zero", "mbs", "grad_acc")}
     sequences = int(float(record["gbs_sequences"]))
     speed = float(record["tokens_s"] or 0) if record.get("mfu_percent") else 0.0
@@ -159,7 +162,7 @@ def _grid_row(path: Path, number: int, record: Mapping[str, str]) -> Row:
         model=record["model"], sizes=GRID.get(record["model"]), precision="bf16", seq=seq, micro_batch=counts["mbs"],
         global_batch=sequences, dp=counts["dp"], tp=counts["tp"], pp=counts["pp"], zero=counts["zero"],
         sequence_parallel=counts["tp"] > 1, measured_s=sequences * seq / speed if speed else None,
-        memory_bytes=float(record["memory_gb"]) * GB if record.get("memory_gb") else None,
+        memory_bytes=float(record["memory_gb"]) * GIB if record.get("memory_gb") else None, tells_first=True,
         cell=f"{record['model']}, {counts['nodes']} nodes", network="efa",
         unknown="" if record["model"] in GRID else f"no sizes known of the model {record['model']!r}",
     )  # fmt: skip

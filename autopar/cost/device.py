@@ -1,0 +1,64 @@
+"""What a process takes of a GPU's memory where its tensors take so much, and how sure that is.
+
+taken = segments(fragmentation · allocated) + context + workspaces + buffers of each communicator
+
+PyTorch's caching allocator asks the device for segments, and blocks of other sizes than those that were freed find no
+place in them; what it knows nothing of comes beside: the CUDA context with its kernels, cuBLAS's workspaces of the
+forward and the backward thread, and NCCL's buffers. A device that is nearly full is slow long before it is out of
+memory: the allocator gives segments back and asks again, step after step. Plans in that margin are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.cost.provenance import Provenance
+
+SEGMENT_BYTES = 2 << 20  # the caching allocator asks for multiples of it
+#: what a plan may use at most: groups of ranks of data, tensor and pipeline parallelism, and one of all. Limits are
+#: found before a plan is, so they leave room for these
+MOST_COMMUNICATORS = 4
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What the sum at the top is made of, and how sure it is.
+
+    fragmentation: what the allocator has asked for at the peak, over what is allocated then. tight_share: the part of
+    the device above which steps are slow. spread: standard deviation of log(measured / predicted) of what is taken.
+    """
+
+    context_bytes: int
+    workspace_bytes: int
+    communicator_bytes: int
+    fragmentation: float
+    tight_share: float
+    spread: float
+    provenance: Provenance
+
+    def reserved_bytes(self, allocated_bytes: int) -> int:
+        """What the allocator holds of the device where so much is allocated at the peak, in whole segments."""
+        held = round(allocated_bytes * self.fragmentation) + self.workspace_bytes
+        return -(-held // SEGMENT_BYTES) * SEGMENT_BYTES
+
+    def outside_bytes(self, num_communicators: int) -> int:
+        """What a process takes of the device that its allocator does not know of."""
+        return self.context_bytes + num_communicators * self.communicator_bytes
+
+    def taken_bytes(self, allocated_bytes: int, num_communicators: int = MOST_COMMUNICATORS) -> int:
+        """What is to be compared with the device's capacity."""
+        return self.reserved_bytes(allocated_bytes) + self.outside_bytes(num_communicators)
+
+    def usable_bytes(self, capacity_bytes: int) -> int:
+        """The most that may be allocated on a device of that capacity, so that it is not tight."""
+        left = int(capacity_bytes * self.tight_share) - self.outside_bytes(MOST_COMMUNICATORS)
+        segments = max(0, left) // SEGMENT_BYTES * SEGMENT_BYTES - self.workspace_bytes
+        return max(0, int(segments / self.fragmentation))
+
+    def fits_probability(self, taken_bytes: int, capacity_bytes: int) -> float:
+        """How likely a device of that capacity holds what is predicted to take so much, to four digits."""
+        if taken_bytes <= 0:
+            return 1.0
+        room = math.log(capacity_bytes / taken_bytes) / self.spread
+        return round(0.5 * math.erfc(-room / math.sqrt(2)), 4)

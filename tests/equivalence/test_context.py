@@ -1,0 +1,111 @@
+"""Sequences that are split over ranks: planned by hand, run, and equal to one device; nothing is silently otherwise."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import PlanError
+from models import gpt, llama
+from tests.equivalence import pipelines
+from tests.equivalence.hard import Tensors, assert_equal, template
+from tests.equivalence.hard_jobs import saved_bytes, saved_on_rank
+from tests.rank_pool import pool
+
+pytestmark = pytest.mark.ranks
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "vocab_size": 128, "max_position_embeddings": 64, "use_cache": False,
+}  # fmt: skip
+
+
+def hugging_face(config: Any, length: int) -> tuple[nn.Module, Tensors]:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    tokens = torch.randint(0, 128, (2, length))
+    labels = tokens.clone()
+    labels[0, :5] = -100  # ranks hold unequal counts
+    return model, {"input_ids": tokens, "labels": labels}
+
+
+@cache
+def built(name: str, length: int = 16) -> tuple[nn.Module, Tensors]:
+    """A small model, and a batch of two sequences."""
+    torch.manual_seed(0)
+    if name == "hf_llama":
+        return hugging_face(transformers.LlamaConfig(**SIZES), length)
+    if name == "hf_qwen3":
+        return hugging_face(transformers.Qwen3Config(head_dim=8, **SIZES), length)
+    module: Any = {"gpt": gpt, "llama": llama}[name]
+    config = module.Config(batch_size=2, seq_len=length, num_heads=4, hidden_size=32)
+    return module.build(config), module.example_inputs(config)
+
+
+CASES = [
+    ("gpt", 16, {"cp": 2}),
+    ("gpt", 15, {"cp": 4}),  # 4, 4, 4 and 3 positions
+    ("llama", 16, {"cp": 4}),
+    ("llama", 14, {"cp": 2, "tp": 2}),
+    ("gpt", 16, {"cp": 2, "dp": 2, "zero": 3}),
+    ("hf_llama", 16, {"cp": 2, "dp": 2}),
+    ("hf_qwen3", 16, {"cp": 2, "zero": 3}),
+    ("hf_llama", 15, {"cp": 2, "tp": 2, "recompute": "full"}),
+]
+
+
+@pytest.mark.parametrize("context", ["gather", "heads"])
+@pytest.mark.parametrize(("name", "length", "choices"), CASES, ids=str)
+def test_a_split_sequence_computes_the_same(name: str, length: int, choices: dict[str, Any], context: str) -> None:
+    model, batch = built(name, length)
+    assert_equal(model, batch, template(model, batch, context=context, **choices))
+
+
+def test_a_stage_of_a_pipeline_is_split_by_positions() -> None:
+    found = pipelines.faults("llama", "pp_cp", "1f1b")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("context", ["gather", "heads"])
+def test_activations_of_two_ranks_are_a_half(context: str) -> None:
+    """What autograd keeps, seen when it is."""
+    model, batch = built("llama", 96)
+    program = template(model, batch, cp=2, context=context)
+    of_ranks = pool(2).run(saved_on_rank, program.source, dict(model.state_dict()), batch)
+    whole = saved_bytes(model.parameters(), lambda: model(**batch))
+    assert [round(2 * kept / whole, 2) for kept in of_ranks] == pytest.approx([1, 1], abs=0.05)
+
+
+class Images(nn.Module):
+    """Attention over what comes of no dim of an input by itself, or with dropout of its weights."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.project, self.dropout = nn.Linear(8, 24), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 4:
+            x = x.flatten(2).transpose(1, 2)
+        query, key, value = self.project(x).chunk(3, -1)
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "options", "said"),
+    [
+        (Images(), (2, 8, 4, 4), {}, "queries that do not follow dim 1"),
+        (nn.Linear(4, 4), (2, 8, 4), {}, "expected attention operators"),
+        (Images(), (2, 8, 8), {"context": "circle"}, "expected context as one of gather, heads"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(model: nn.Module, shape: Any, options: Any, said: str) -> None:
+    mesh = autopar.Mesh("cpu", devices_per_node=2)
+    loss = None if isinstance(model, Images) else torch.sum
+    with pytest.raises(PlanError, match=said):
+        autopar.template_plan(model, mesh, (torch.randn(shape),), cp=2, loss_fn=loss, **options)
