@@ -32,6 +32,7 @@ from autopar.profiler.published.rows import Taken, read_rows
 FILES = "memory_bound*.csv*"
 FEWEST = 8  # rows that make a curve
 LEAST = 1 << 14  # bytes; what moves fewer takes as long
+LEVEL = 1e-6  # by which more bytes take longer where as much was measured, above what figures are rounded by
 LARGE = 1 << 26  # bytes, from which on families that nobody measured are compared
 
 Points = Mapping[float, float]
@@ -105,7 +106,9 @@ def _made(points: Points, profile: Profile) -> Curve:
 
 def curve_of(points: Points, bandwidth: float) -> Curve:
     """The curve whose times those are; what moves fewer bytes than the first takes as long."""
-    times = {1: min(points.values()), **{round(size): time for size, time in sorted(points.items())}}
+    times, last = {1: min(points.values())}, 0.0
+    for size, time in sorted(points.items()):
+        last = times[round(size)] = max(time, (last or times[1]) * (1 + LEVEL))
     return Curve(tuple((float(size), float(f"{size * 1e9 / bandwidth / time:.8g}")) for size, time in times.items()))
 
 
