@@ -44,6 +44,7 @@ views.fill(
         "card": "autopar.show.card:card",
         "report": "autopar.show.report:write_report",
         "picture": "autopar.show.picture:picture",
+        "prediction": "autopar.simulate.timeline:predict",
         "perfetto": "autopar.show.perfetto:trace",
         "to_json": "autopar.ir.serialization:to_json",
         "from_json": "autopar.ir.serialization:from_json",

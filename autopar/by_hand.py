@@ -10,11 +10,10 @@ from autopar.errors import AutoparError, InfeasibleError
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Type
 from autopar.ir.plan import Plan
-from autopar.microbatch import batch_types, check_plan, sequence_types
+from autopar.microbatch import batch_types, check_plan
 from autopar.odds import with_odds
-from autopar.planning import DividedGraph, Place, divided, fit_or_refuse_over
+from autopar.planning import Place, divided, fit_or_refuse_over
 from autopar.profiler import load_profile, profiles_of
 from autopar.request import BUDGETS, Request, memory_limit_of
 from autopar.rewrites import for_sequences
@@ -22,10 +21,9 @@ from autopar.shares import SharedBatch
 from autopar.staging import checked_sizes, cut, even_sizes, stages_of_sizes
 from autopar.step import with_simulator
 from autopar.template import (
-    attention_nodes,
     check_context,
     check_hsdp,
-    check_sequences,
+    positions,
     template_axes,
     template_constraints,
     template_ranks,
@@ -58,7 +56,7 @@ def template_of_graph(
         members = stages_of_sizes(graph, paths, sizes)
         part = replace(part, cut=lambda plan: cut(part.graph, plan, members, first_ranks, schedule), num_submeshes=pp)
     batch = {n: t for n, t in batch_types(part.graph).items() if part.blocks.representative_tensor(n) == n}
-    sequence = _sequence(part, cp)
+    sequence = positions(part.graph, part.blocks, cp)
     rules = template_constraints(part.graph, axes, zero, sequence_parallel, paths, batch, sequence, context)
     rules += constraints
     again = template_recompute(graph, paths, recompute)
@@ -73,15 +71,6 @@ def template_of_graph(
     else:
         plan = _fitted(Place(part, axes, request, load_profile(mesh.profile)))
     return _checked(replace(plan, substitutions=(*told, *plan.substitutions)), graph)
-
-
-def _sequence(part: DividedGraph, cp: int) -> dict[str, Type]:
-    """How positions cut what is made of them, in the first of equal blocks; nothing where they are whole."""
-    if cp == 1:
-        return {}
-    made = sequence_types(part.graph, {node.name for node in attention_nodes(part.graph)})
-    check_sequences(part.graph, made, cp)
-    return {name: type_ for name, type_ in made.items() if part.blocks.representative_tensor(name) == name}
 
 
 def _checked(plan: Plan, graph: Graph) -> Plan:

@@ -32,7 +32,7 @@ from autopar.ir.constraint import Constraint
 from autopar.ir.mesh import Mesh
 from autopar.ir.naming import printable
 from autopar.ir.plan import Plan
-from autopar.pipeline import parallelize, template_plan, timeline_of, verify, with_timeline
+from autopar.pipeline import parallelize, played, template_plan, verify, with_timeline
 from autopar.profiler import load_profile, measure_profile
 from autopar.profiler.linked import read_links, with_measured_links
 from autopar.profiler.measure_links import parse_mesh
@@ -41,7 +41,6 @@ from autopar.profiler.published.make import profile_from_folder
 from autopar.profiler.text import shipped_text
 from autopar.show.explain import check_matches
 from autopar.show.text import prediction_text, time_text
-from autopar.simulate import predict
 from autopar.trace.weightless import built_on_meta
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -377,8 +376,8 @@ def _diff(options: argparse.Namespace) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     plan = Plan.load(options.plan)
     model, inputs = load_model(options.model, options.meta)
-    timeline = timeline_of(plan, model, inputs)
-    print(f"{plan.model} on {plan.mesh}\n{prediction_text(predict(timeline), plan.memory_limit)}")
+    plan, timeline = played(plan, model, inputs)
+    print(f"{plan.model} on {plan.mesh}\n{prediction_text(plan.predicted, plan.memory_limit)}")
     exposed = ", ".join(f"{kind} {time_text(spent)}" for kind, spent in timeline.exposed.items())
     print(f"  exposed     {exposed or 'no communication'}")
     if options.trace:

@@ -208,9 +208,13 @@ class Front:
 
     def best_of(self, asked: Candidate, *origins: str) -> Candidate | None:
         """The fastest plan of an open graph, before refinement; of some passes alone, or of any."""
+        return next(iter(self.all_of(asked, *origins)), None)
+
+    def all_of(self, asked: Candidate, *origins: str) -> list[Candidate]:
+        """All such plans, the fastest first."""
         own = (one for one in self.found if one.asked is asked and one.rank == PLANNED)
         wanted = (one for one in own if not origins or self._origin[one] in origins)
-        return min(wanted, key=lambda one: one.step_ns, default=None)
+        return sorted(wanted, key=lambda one: one.step_ns)
 
     def in_turn(self, wants: Callable[[Outline | None], bool]) -> Iterator[Candidate]:
         """The open graphs that a pass plans, by where they are to be planned, as far as there is time."""

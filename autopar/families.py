@@ -1,6 +1,7 @@
 """Templates of one stage that people run, of a graph: those that fit and may be faster than a plan.
 
     dp × tp, tp inside a node             → a problem on a short graph (`interop.fold`): least time, least memory
+    dp × cp × tp, of long sequences       → the same of a graph whose sequences may be split
     what may be faster, and may fit       → placed on the whole model, played by layers (`simulate.Incremental`)
 
 A step takes no less than its operators and what is between them; what stored tensors are gathered and reduced for may
@@ -33,7 +34,7 @@ from autopar.planning import DividedGraph, Place, divided
 from autopar.profiler import load_profile
 from autopar.request import Request, SearchBudget
 from autopar.simulate import Incremental, predict
-from autopar.template import template_axes, template_constraints, template_recompute
+from autopar.template import CONTEXTS, positions, template_axes, template_constraints, template_recompute
 from autopar.trace import find_blocks
 from autopar.tunables import (
     ALIKE,
@@ -64,6 +65,8 @@ class Template:
     recompute: str = "none"
     microbatches: int = 1
     sequence_parallel: bool = False
+    cp: int = 1
+    context: str = "gather"
 
     def __str__(self) -> str:
         said = (
@@ -149,6 +152,17 @@ class Family:
             if is_interrupted() or not self._may_be_near(self.request.mesh.num_devices // tp, tp):
                 break
 
+    def look_at_contexts(self) -> None:
+        """At shapes that split sequences, of a graph that says where they may be (`rewrites.for_sequences`)."""
+        for tp in divisors(self.request.mesh.devices_per_node):
+            among = self.request.mesh.num_devices // tp
+            for cp in sorted(set(divisors(among)) - {1}):
+                counts = self._counts_of(among // cp) or [1]  # one sample is not cut, and needs no other number
+                for context in CONTEXTS if self.samples >= among // cp else ():
+                    one = Template(among // cp, tp, 3, cp=cp, context=context)
+                    if is_interrupted() or self._likely_ns(self._look_at(one, counts)) > ALIKE * self.best_ns:
+                        break
+
     def _may_be_near(self, dp: int, tp: int) -> bool:
         """Looks at a shape. False where it is so much slower than the best, whatever its memory, that no larger `tp`,
         which sends more, is near it."""
@@ -173,6 +187,8 @@ class Family:
         except AutoparError as error:
             self._refuse(first, str(error))
             return 0
+        if self._likely_ns(known.least_ns) >= self.best_ns and first.microbatches > counts[0]:
+            known = _KnownTemplate(self.place(replace(family, microbatches=counts[0])))  # fewer may take less
         least_ns = known.least_ns
         if self._is_slower(family, least_ns):
             return least_ns
@@ -321,23 +337,25 @@ class Family:
 
     @cached_method
     def place(self, template: Template) -> ShortPlace:
-        axes = template_axes(self.request.mesh, template.dp, template.tp, 1)
+        axes = template_axes(self.request.mesh, template.dp, template.tp, 1, cp=template.cp)
         whole, short, simulator = self.parts(template.microbatches)
         rules = template_constraints(
-            short.graph, axes, template.zero, template.sequence_parallel, self.paths, self.batch(template.microbatches)
-        )
+            short.graph, axes, template.zero, template.sequence_parallel, self.paths, self.batch(template.microbatches),
+            positions(short.graph, self.blocks, template.cp), template.context,
+        )  # fmt: skip
         again = template_recompute(self.graph, self.paths, template.recompute)
         request = replace(self.request, constraints=(*rules, *self.request.constraints), recompute=again)
         return ShortPlace(whole, axes, request, self.profile, short=short, simulator=simulator)
 
 
 def faster_templates(
-    graph: Graph, plan: Plan | None, request: Request
+    graph: Graph, plan: Plan | None, request: Request, contexts: bool = False
 ) -> tuple[list[Tried], Iterator[tuple[Outline, Plan, Callable[[], Plan]]]]:
     """Templates of a graph that may be faster than a plan, if there is one: a row of the report for each that is looked
-    at, and of those that fit the outline, the plan, and what states it for the step."""
+    at, and of those that fit the outline, the plan, and what states it for the step. contexts: those that split
+    sequences, and no others."""
     family = Family(graph, plan, request)
-    family.look()
+    (family.look_at_contexts if contexts else family.look)()
     found = ((place.outline, plan, partial(_stated, name, place, plan)) for name, place, plan in family.found)
     return family.rows, found
 
@@ -425,5 +443,5 @@ def _fitted(place: ShortPlace, limit: int, beyond: int | None) -> Plan:
 
 def _row(template: Template, name: str) -> Tried:
     """What the report says of a template."""
-    sizes = (size for size in (template.dp, template.tp) if size > 1)
+    sizes = (size for size in (template.dp, template.cp, template.tp) if size > 1)
     return Tried(mesh="x".join(map(str, sizes)), template=name, microbatches=template.microbatches)

@@ -26,6 +26,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, checked
 from autopar.ir.plan import Plan
 from autopar.microbatch import check_plan
+from autopar.odds import with_odds
 from autopar.passes.balance import balance
 from autopar.passes.branch import branch
 from autopar.passes.fit import fit
@@ -35,12 +36,12 @@ from autopar.passes.place import place
 from autopar.passes.refine import refine
 from autopar.passes.rewrite import rewrite
 from autopar.passes.stage import stage
-from autopar.passes.template import outset, template
+from autopar.passes.template import contexts, outset, template
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Ended, Report, reporting_passes
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
 from autopar.rewrites import graph_of
-from autopar.simulate import Timeline
+from autopar.simulate import Timeline, predict
 from autopar.step import simulated_step, with_simulator
 from autopar.template import check_context, check_hsdp, template_axes, template_ranks
 from autopar.trace import held_against_eager, trace, with_loss
@@ -51,6 +52,7 @@ PASSES = (
     place,  # a graph → plans of one stage on every logical mesh, ZeRO storage and recomputation among them    Alpa
     balance,  # a graph → on unequal devices, shares of each batch by speed
     kinds,  # a graph → on unequal devices, stages of one kind each
+    contexts,  # a graph of long sequences → templates that split them, where they may be faster or nothing else fits
     keep,  # a graph → on unequal devices, the best plan with fewer blocks computed again, stage by stage
     fit,  # a graph of which nothing fits → the plan of least memory, or the limit that would do
     template,  # the best plan → templates that people run, where they are faster
@@ -132,7 +134,9 @@ def planned_jointly(
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
     """The fastest plan that fits of a traced model as it is. Raises like `parallelize`."""
     budget = replace(request.budget, substitutions=False)
-    return planned_jointly(graph, replace(request, budget=budget), progress)[1]
+    passes = [one for one in PASSES if one is not contexts]
+    context = Context(replace(request, budget=budget), progress, reporting_passes(progress))
+    return search(passes, graph, context)[1]
 
 
 @without_collector()
@@ -200,11 +204,13 @@ def verify(plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callab
 
 
 @faults_told()
-def timeline_of(
+def played(
     plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None
-) -> Timeline:
-    """The simulated step of a plan that was read from a file. Raises like `verify`."""
-    return simulated_step(_verified_graph(plan, model, example_inputs, loss_fn), plan)
+) -> tuple[Plan, Timeline]:
+    """A plan that was read from a file, predicted anew, and its simulated step. Raises like `verify`."""
+    graph = _verified_graph(plan, model, example_inputs, loss_fn)
+    timeline = simulated_step(graph, plan)
+    return with_odds(replace(plan, predicted=predict(timeline)), graph), timeline
 
 
 @faults_told()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from autopar.errors import MeshError, PlanError
 from autopar.ir.constraint import Constraint
@@ -12,6 +13,7 @@ from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
 from autopar.ir.placement import S, Type
 from autopar.ir.schedule import PLAIN, SCHEDULES
 from autopar.ir.structure import batch_inputs
+from autopar.microbatch import sequence_types
 from autopar.ops.call import call_of
 from autopar.ops.table import operator
 from autopar.zero import KINDS, KINDS_TEXT, joined, recomputable
@@ -165,12 +167,33 @@ def _context_constraints(graph: Graph, zero: int, sequence: Mapping[str, Type], 
     return found
 
 
+def longest_sequence(graph: Graph) -> int:
+    """The most queries that one sample has in an attention operator."""
+    return max((graph.tensors[node.operands[0]].shape[-2] for node in attention_nodes(graph)), default=0)
+
+
 def attention_nodes(graph: Graph) -> list[Node]:
     """The operators of a graph that attend."""
     return [node for node in graph.nodes if operator(node.op).work.family == "attention"]
 
 
-def check_sequences(graph: Graph, sequence: Mapping[str, Type], cp: int) -> None:
+class SomeBlocks(Protocol):
+    """Of which blocks are equal, what is asked here: the tensor of the first that stands for one in another."""
+
+    def representative_tensor(self, name: str) -> str: ...
+
+
+def positions(graph: Graph, blocks: SomeBlocks, cp: int) -> dict[str, Type]:
+    """How positions cut what is made of them, in the first of equal blocks; nothing where they are whole. Raises
+    PlanError where they cannot be."""
+    if cp == 1:
+        return {}
+    made = sequence_types(graph, {node.name for node in attention_nodes(graph)})
+    _check_sequences(graph, made, cp)
+    return {name: type_ for name, type_ in made.items() if blocks.representative_tensor(name) == name}
+
+
+def _check_sequences(graph: Graph, sequence: Mapping[str, Type], cp: int) -> None:
     """That there is attention, all of it over positions of inputs, and without dropout of its weights. Raises PlanError
     with node and source line."""
     nodes = attention_nodes(graph)

@@ -127,6 +127,9 @@ KEPT_MORE = 8
 FINALISTS = 3
 """Plans that are built for the whole model and simulated; more where these do not fit, or simulating is quick. At 1,
 the best by estimate is believed; doubled, deep models take twice as long to simulate."""
+FAR_FINALISTS = 1.04
+"""What would take so many times the fastest that was simulated, by an estimate that is corrected, is not simulated, but
+where ranks share cores. At 1.02, what estimates cannot tell apart is left out; at 1.1, twice as much is simulated."""
 MOST_FINALISTS = 32
 QUICK_S = 1.0
 """Seconds for which finalists are simulated beyond that, up to so many; doubled, small models are planned later."""
@@ -140,11 +143,20 @@ LIKE_BORDERS = 0.01
 FEW_DEVICES = 8
 """Where stages are looked for, one stage is looked at again on so few devices, on logical meshes of three axes, too.
 Doubled, nodes of 16 devices are as well: up to seven problems of the whole graph more."""
+LONG_SEQUENCE = 16_384
+"""Where attention has so many queries a sample, templates that split sequences are looked at: others have room enough
+for samples and heads, and are planned as if there were none."""
 LEAST_PLACE_SHARE = 0.25
 """Of the budget what that search has at least, however long the one for stages took."""
 MOST_HIDDEN = 1.05
 """A plan's step is at most so many times shorter than its operators and what is between them, by what the simulator
 finds hidden. Less leaves out logical meshes whose plans hide much; more solves and simulates meshes that do not win."""
+ONE_STAGE_HALVINGS = 2
+"""Of the hull of time against memory, all of whose points are played: three points, five, or nine. Halved, plans that
+hide what they gather may be missed, and those near a limit be slower; one more, twice as many are played."""
+BESIDE_FASTEST, MOST_BESIDE = 1.1, 6
+"""Plans of a place that take at most so many times the fastest are kept, at most so many: one of them may be the
+fastest in branches. Nearer to 1, less is played; doubled, more is, that gains nothing."""
 LEAST_SOLVE_S = 2.0
 """What a solve may take at least, however little time is left. Halved, large graphs may end without a plan."""
 FIT_TRIES = 6
@@ -223,6 +235,9 @@ ANYWHERE_SHARE = 0.5
 
 BRANCH_SHARE = 0.5
 """Of the budget, for operators beside each other."""
+MOST_BRANCHED = 3
+"""Plans that gain by branches, after which no more are tried. At 1, which plan is the fastest without decides what is
+gained; doubled, small models take longer."""
 LEAST_FORK_GAIN = 0.001
 """A part of the step: equal regions are simulated in branches where they may spare more. Halved, more are, which no
 profile could tell from the plan; a hundred times as much, and heavy branches of few blocks are missed."""

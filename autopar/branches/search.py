@@ -13,6 +13,7 @@ run on summands, where its operator can, so that one redistribution follows inst
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -65,13 +66,13 @@ class Taken(NamedTuple):
 
 def with_branches(
     graph: Graph, plan: Plan, profile: Profile, score: Score, representative: Callable[[str], str], seconds: float,
-    pinned: Collection[str] = (),
+    pinned: Collection[str] = (), than_ns: float = math.inf,
 ) -> Plan:  # fmt: skip
     """The plan with all branches that make its simulated step strictly shorter within its memory limit; the plan itself
     where none does. The search stops after so many seconds at the latest.
 
     plan: of one stage, scored. representative: the node in its place in the first equal block. pinned: nodes that stay
-    as they are placed.
+    as they are placed. than_ns: a step that is known; what cannot be faster is not looked at further.
     """
     if any(storage.regather for storage in plan.stage.storage.values()) or all(
         axis.size < 2 for axis in plan.stage.axes
@@ -81,8 +82,10 @@ def with_branches(
     times = Times(graph, plan, profile)
     taken: list[Taken] = []
     best, form = plan, None
-    for candidate in candidates(graph, plan, times, representative, pinned):
-        if clock.is_over:
+    every = candidates(graph, plan, times, representative, pinned)
+    for number, candidate in enumerate(every):
+        left_ns = sum(one.gain_ns for one in every[number:])
+        if clock.is_over or best.predicted.step_time_ns - left_ns >= than_ns:
             break
         if _overlaps(best, candidate):
             continue

@@ -31,7 +31,7 @@ def node_time_ns(
     `operand_shapes` are the local shapes in the order of `node.operands`, `result_shapes` of `node.results`.
     The backward direction counts the gradients of differentiable operands only. Memoised.
     """
-    return _call_time_ns(node_call(node, operand_shapes, result_shapes, tensors), profile)
+    return call_time_ns(node_call(node, operand_shapes, result_shapes, tensors), profile)
 
 
 def node_issue_ns(
@@ -42,7 +42,7 @@ def node_issue_ns(
     profile: Profile,
 ) -> tuple[int, int]:
     """Nanoseconds (forward, backward) that the host needs to launch an operator: what `Profile.host` says."""
-    return _call_issue_ns(node_call(node, operand_shapes, result_shapes, tensors), profile) if profile.host else (0, 0)
+    return call_issue_ns(node_call(node, operand_shapes, result_shapes, tensors), profile) if profile.host else (0, 0)
 
 
 def split_backward_ns(
@@ -62,7 +62,7 @@ def split_backward_ns(
     led = tuple(wanted and back for wanted, back in zip(call.differentiable, leads_back, strict=True))
     kept = tuple(wanted and not back for wanted, back in zip(call.differentiable, leads_back, strict=True))
     parts = call._replace(differentiable=led), call._replace(differentiable=kept)
-    times, issues = ([f(part, profile)[1] for part in parts] for f in (_call_time_ns, _call_issue_ns))
+    times, issues = ([f(part, profile)[1] for part in parts] for f in (call_time_ns, call_issue_ns))
     branch = profile.runtime.branch_ns if profile.runtime and any(led) and any(kept) else (0, 0)
     return (times[0] + branch[0], times[1] + branch[1]), (issues[0], issues[1])
 
@@ -149,7 +149,8 @@ def _detail(node: Node) -> str:
 
 
 @lru_cache(maxsize=1 << 18)
-def _call_time_ns(call: WorkKey, profile: Profile) -> tuple[int, int]:
+def call_time_ns(call: WorkKey, profile: Profile) -> tuple[int, int]:
+    """Nanoseconds (forward, backward) of a call."""
     kind = operator(call.op).work
     view_forward, view_backward = profile.facts.view_ns
     if kind is VIEW:
@@ -168,8 +169,11 @@ def _sustained_ns(duration_ns: int, family: str, profile: Profile) -> int:
 
 
 @lru_cache(maxsize=1 << 18)
-def _call_issue_ns(call: WorkKey, profile: Profile) -> tuple[int, int]:
-    """Views launch nothing; the backward pass launches a kernel for each gradient."""
+def call_issue_ns(call: WorkKey, profile: Profile) -> tuple[int, int]:
+    """Nanoseconds (forward, backward) of the host to launch a call.
+
+    Views launch nothing; the backward pass launches a kernel for each gradient.
+    """
     host, kind = profile.host, operator(call.op).work
     if host is None or kind is VIEW:
         return 0, 0
@@ -200,6 +204,15 @@ def _work_ns(call: WorkKey, work: Work, family: str, direction: int, profile: Pr
     if curve.call_ns is not None and curve.bound == "memory":
         return duration + curve.call_ns[direction]
     return duration + work.kernels * profile.facts.launch_ns[direction]
+
+
+def launch_ns(call: WorkKey, direction: int, profile: Profile) -> int:
+    """What starting the kernels of an operator that moves memory is of its time."""
+    kind = operator(call.op).work
+    curve = profile.curve(kind.family)
+    if curve.call_ns is not None and curve.bound == "memory":
+        return curve.call_ns[direction]
+    return (kind.backward(call) if direction else kind.forward(call)).kernels * profile.facts.launch_ns[direction]
 
 
 def _call_ns(curve: OperatorCurve, direction: int, profile: Profile) -> int:

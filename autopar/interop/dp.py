@@ -52,9 +52,11 @@ class StageKind:
 
     All arrays have an entry a layer. time_ns: forward and backward of a microbatch. receive_ns: what a stage that
     begins at the layer waits for its tensors and for sending their gradients back, a microbatch. once_ns: a step.
-    reduce_ns: gradient sums a step, of which `hide_ns` can run beside the last backward pass. workspace_bytes: of a
-    stage the largest counts. Of backward passes in two parts: waiting_bytes: of a microbatch between them.
-    second_bytes: what the second takes besides. split_ns: what both take longer, a microbatch.
+    reduce_ns: gradient sums a step, of which `hide_ns` can run beside the last backward pass; last_ns: by how much that
+    is longer than others. gradient_bytes: of what stays, that which is there from the first backward pass on.
+    travelling_bytes: beside what stays, of all layers of a stage, but no more than the largest `most_travelling_bytes`.
+    workspace_bytes: of a stage the largest counts. Of backward passes in two parts: waiting_bytes: of a microbatch
+    between them. second_bytes: what the second takes besides. split_ns: what both take longer, a microbatch.
     """
 
     key: Any
@@ -64,7 +66,11 @@ class StageKind:
     once_ns: Int64Array
     reduce_ns: Int64Array
     hide_ns: Int64Array
+    last_ns: Int64Array
     resident_bytes: Int64Array
+    gradient_bytes: Int64Array
+    travelling_bytes: Int64Array
+    most_travelling_bytes: Int64Array
     activation_bytes: Int64Array
     workspace_bytes: Int64Array
     waiting_bytes: Int64Array
@@ -80,6 +86,11 @@ class StageKind:
     @property
     def num_layers(self) -> int:
         return len(self.time_ns)
+
+    @cached_property
+    def most_travelling(self) -> int:
+        """Of gradients on their way, bytes of any stage."""
+        return int(self.most_travelling_bytes.max(initial=0))
 
 
 class ChosenStage(NamedTuple):
@@ -176,6 +187,7 @@ class _Ranges:
         self.time_until, self.once_until = _until(kind.time_ns), _until(kind.once_ns)
         self.exposed_until = _until(kind.reduce_ns - kind.hide_ns)
         self.resident_until, self.activations_until = _until(kind.resident_bytes), _until(kind.activation_bytes)
+        self.travelling_until = _until(kind.travelling_bytes)
         self.workspace = _Largest(kind.workspace_bytes)
         # The bottleneck is the larger of two differences: with what is exposed of gradient sums, and without.
         self.least_until = self.others * self.time_until + self.once_until
@@ -194,8 +206,9 @@ class _Ranges:
         return self.others * self.time(begin, end) + self.once_until[end] - self.once_until[begin] + hidden
 
     def peak_bytes(self, begin: Any, end: Any, num_in_flight: int) -> Any:
+        travelling = np.minimum(self.travelling_until[end] - self.travelling_until[begin], self.kind.most_travelling)
         resident = self.resident_until[end] - self.resident_until[begin] + self.workspace.between(begin, end)
-        return resident + num_in_flight * (self.activations_until[end] - self.activations_until[begin])
+        return resident + travelling + num_in_flight * (self.activations_until[end] - self.activations_until[begin])
 
     def least_ahead(self, behind: Int64Array, under: _Bounds) -> Int64Array:
         """For each first layer the least sum of a stage's time and what is behind it, by the first layer there."""
@@ -261,18 +274,20 @@ class _Ranges:
 
     def last_fitting_from(self, begin: int, num_in_flight: int, limit: int) -> int:
         """The last end of a stage from one layer on that fits; the layer itself where none does."""
-        resident, activations, workspace = self._listed
+        resident, travelling, activations, workspace = self._listed
         last, free = begin, limit + resident[begin] + num_in_flight * activations[begin]
         for power in reversed(range(self.kind.num_layers.bit_length())):
             end = min(last + (1 << power), self.kind.num_layers)
-            if resident[end] + num_in_flight * activations[end] + max(workspace[begin:end]) <= free:
+            beside = min(travelling[end] - travelling[begin], self.kind.most_travelling) + max(workspace[begin:end])
+            if resident[end] + num_in_flight * activations[end] + beside <= free:
                 last = end
         return last
 
     @cached_property
-    def _listed(self) -> tuple[list[int], list[int], list[int]]:
-        """What stays and activations, until each layer, and workspaces: for single ranges faster than arrays."""
-        return self.resident_until.tolist(), self.activations_until.tolist(), self.kind.workspace_bytes.tolist()
+    def _listed(self) -> tuple[list[int], ...]:
+        """What stays, travels and is kept, until each layer, and workspaces: for single ranges faster than arrays."""
+        until = self.resident_until, self.travelling_until, self.activations_until
+        return *(sums.tolist() for sums in until), self.kind.workspace_bytes.tolist()
 
 
 class _Bounds(NamedTuple):

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
+EAGER, COMPILED = "eager", "compiled"
+"""How a program runs: one kernel an operator, or its blocks compiled by `rank.compile()` (`cost.fusion`)."""
+
+
 @dataclass(frozen=True)
 class Storage:
     """How a parameter or buffer is kept between steps, and when it is gathered (the ZeRO choice).
@@ -333,6 +337,7 @@ class Plan:
     training: bool = True  # whether the model was in training mode: its dropout and batch norm are those of that mode
     optimizer: str = "adamw"
     precision: str | None = None
+    runs: str = EAGER  # or COMPILED: what the prediction is of
     memory_limit: int = 0
     predicted: Prediction = Prediction()
     search: SearchReport = SearchReport()
@@ -430,6 +435,15 @@ class Plan:
                 "`autopar simulate`"
             )
         return self.simulator(self)
+
+    @faults_told()
+    def compiled(self) -> Plan:
+        """The same plan of a program whose blocks are compiled (`rank.compile()`), with what is predicted of that.
+
+        Raises PlanError for a plan that was only read from a file, as `timeline` does.
+        """
+        other = replace(self, runs=COMPILED)
+        return replace(other, predicted=view("prediction")(other.timeline()))
 
     @faults_told()
     def explain(self, pattern: str) -> str:

@@ -14,6 +14,7 @@ from autopar.ir.consistency import check_consistent
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Axis, format_placement, parse_placement, parse_type
 from autopar.ir.plan import (
+    EAGER,
     Alternative,
     Branch,
     Breakdown,
@@ -54,6 +55,7 @@ def to_json(plan: Plan) -> str:
     data: dict[str, Any] = {"autopar_plan": VERSION}
     data.update({name: getattr(plan, name) for name in _PLAIN})
     data |= {} if plan.training else {"training": False}
+    data |= {} if plan.runs == EAGER else {"runs": plan.runs}
     data["mesh"] = plan.mesh.to_json()
     data["microbatch_inputs"] = list(plan.microbatch_inputs)
     data["recompute"] = list(plan.recompute)
@@ -137,6 +139,7 @@ def _plan(data: dict[str, Any]) -> Plan:
     return Plan(
         **{name: data[name] for name in (*_PLAIN, *_TOLD)},
         training=data.get("training", True),
+        runs=data.get("runs", EAGER),
         mesh=Mesh([(name, nodes, devices) for name, nodes, devices in data["mesh"]]),
         stages=tuple(map(_stage, data["stages"])),
         microbatch_inputs=tuple(data["microbatch_inputs"]),

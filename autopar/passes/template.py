@@ -12,7 +12,10 @@ from autopar.driver import Candidate, Context, Front, of_plan
 from autopar.families import faster_templates
 from autopar.ir.plan import Plan
 from autopar.request import Request
-from autopar.tunables import FEW_DEVICES
+from autopar.rewrites import for_sequences
+from autopar.substitute import GraphCandidate
+from autopar.template import longest_sequence
+from autopar.tunables import FEW_DEVICES, LONG_SEQUENCE
 
 
 def outset(front: Front, context: Context) -> Iterator[Candidate]:
@@ -26,6 +29,18 @@ def template(front: Front, context: Context) -> Iterator[Candidate]:
     best = front.best_of(front.given) if front.round == 1 else None
     if best is not None and not _bounds_stages(context):
         yield from _faster(front, context, best.plan)
+
+
+def contexts(front: Front, context: Context) -> Iterator[Candidate]:
+    """Templates whose sequences are split, where they are long, of the graph that says where they may be."""
+    if front.round > 1 or not _is_open(context.request) or longest_sequence(front.given.graph) < LONG_SEQUENCE:
+        return
+    best = front.best_of(front.given)
+    graph, steps = for_sequences(front.given.graph)
+    asked = Candidate(GraphCandidate(graph, steps, 0))
+    rows, found = faster_templates(graph, None if best is None else best.plan, context.request, contexts=True)
+    context.rows += rows
+    yield from (of_plan(asked, *one) for one in found)
 
 
 def _faster(front: Front, context: Context, plan: Plan | None) -> Iterator[Candidate]:

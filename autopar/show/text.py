@@ -12,7 +12,7 @@ from autopar.ir.labels import storage_text
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.naming import printable
 from autopar.ir.placement import format_placement
-from autopar.ir.plan import Breakdown, Fork, GraphPlan, Plan, Prediction, Stage, Storage, rule_counts
+from autopar.ir.plan import COMPILED, Breakdown, Fork, GraphPlan, Plan, Prediction, Stage, Storage, rule_counts
 from autopar.ir.recompute import is_operator_call, modules_again, node_of_call
 from autopar.ir.schedule import PLAIN
 from autopar.ir.shares import alike_ranks, axis_text
@@ -37,6 +37,7 @@ def plan_text(plan: Plan) -> str:
     covered = f"replicated: {_counted(replicated, 8)}" if replicated else "all with rules"
     rows = {
         "eval mode": evaluates if plan.mode == "train" and not plan.training else "",
+        "runs": "its blocks compiled, as by rank.compile()" if plan.runs == COMPILED else "",
         "refined": refinement_text(plan),
         "instead": "; ".join(runners_up(plan)),
         "coverage": f"{len(plan.coverage)} operators, {covered}",
@@ -393,7 +394,7 @@ def used_placements(stage: Stage) -> dict[str, set[str]]:
 def diff_text(plan: Plan, other: Plan) -> str:
     """One line for each property that differs; numbered blocks are folded, operators counted by module."""
     lines = []
-    for name in ("model", "mesh", "microbatches", "mode", "optimizer", "precision", "memory_limit"):
+    for name in ("model", "mesh", "microbatches", "mode", "optimizer", "precision", "runs", "memory_limit"):
         if getattr(plan, name) != getattr(other, name):
             lines.append(f"{name}: {getattr(plan, name)} | {getattr(other, name)}")
     if _axes(plan) != _axes(other):

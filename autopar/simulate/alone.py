@@ -42,7 +42,7 @@ from autopar.ir.redistribution import Step
 from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, SCHEDULES, Turn
 from autopar.ir.structure import batch_inputs
 from autopar.ops.saved import Extra
-from autopar.runtime.packing import LONE_BYTES
+from autopar.runtime.packing import BUCKET_BYTES, LONE_BYTES, MAX_IN_FLIGHT
 from autopar.simulate.engine import COMPUTE, Change, Moment
 from autopar.simulate.facts import call_of, graph_facts
 from autopar.simulate.incremental import Incremental
@@ -305,16 +305,22 @@ def _spent(sent: Sequence[Transmission]) -> int:
 
 
 _IN_TWO = next(row.name for row in SCHEDULES.values() if row.splits_backward)
+_PARAMETER, _GRADIENT = "parameter ", "gradient "  # kinds of tasks begin so, which compute runs beside
 CONSTANTS = "constants"  # of memory, the kind: a mask, say, that all layers read
 
 
 class LayerCost(NamedTuple):
     """Times in ns, memory in bytes a device.
 
-    forward_ns, backward_ns: of a microbatch, where none is the first or the last. receive_ns: of a microbatch, to fetch
-    what crosses the border before the layer, and to send its gradient back. reduce_ns: a step, gathering parameters and
-    summing gradients over ranks, which up to `hide_ns` of passes can run beside. optimizer_ns: a step.
-    resident_bytes: parameters, gradients and optimizer state. activation_bytes: of each microbatch in flight.
+    forward_ns, backward_ns: of a microbatch, where none is the first or the last, beside a layer during which its
+    parameters were gathered. receive_ns: of a microbatch, to fetch what crosses the border before the layer, to send
+    its gradient back, and to wait for parameters that no layer before hides. reduce_ns: a step, gathering parameters
+    and summing gradients over ranks, which up to `hide_ns` of passes can run beside. last_ns: by how much the last
+    microbatch's backward pass is longer, as few buckets of gradients are on their way at a time. optimizer_ns: a step.
+    resident_bytes: parameters, gradients and optimizer state, of which gradient_bytes are there from the first backward
+    pass on. travelling_bytes: what gradients on their way take beside
+    that, of which a stage has that of all its layers, but at most `most_travelling_bytes`, as few buckets are on their
+    way at a time. activation_bytes: of each microbatch in flight.
     workspace_bytes: what a pass takes beside both. Of backward passes in two parts, if these were played (else 0):
     waiting_bytes: of each microbatch between them. second_bytes: what the second takes beside what is there before it,
     in a stage of several layers for all of them at once. split_ns: what they take longer, but for kernels that run in
@@ -326,8 +332,12 @@ class LayerCost(NamedTuple):
     receive_ns: int
     reduce_ns: int
     hide_ns: int
+    last_ns: int
     optimizer_ns: int
     resident_bytes: int
+    gradient_bytes: int
+    travelling_bytes: int
+    most_travelling_bytes: int
     activation_bytes: int
     workspace_bytes: int
     waiting_bytes: int
@@ -384,16 +394,24 @@ def _cost(player: PartedStage, microbatches: int, receive_ns: int, constants_onc
     end_of_step = sum(_net(done.allocations) for done, _ in passes)
     first = _net(begin.allocations) + _net(one.allocations)
     kept = _net(one.allocations) if count > 1 else max(0, first - end_of_step)
-    resident = _between(passes, kept, CONSTANTS if constants_once else None)
-    length, busy = sum(done.length_ns for done in (one, *back)), _link_ns([one, *back])
+    but = CONSTANTS if constants_once else None
+    resident, arrived = _between(passes, kept, but), _between(passes, kept, but, arrived=True)
+    before = _between(passes[: 1 + count], kept, but)
+    forward_ns, *backward_ns = (_amid_layers_ns(done, player.variants.profile) for done in (one, *back))
+    length, busy = forward_ns + sum(backward_ns), _link_ns([one, *back])
+    last_ns = max(0, backward[-1].length_ns - back[0].length_ns) if trains else 0
     return LayerCost(
-        forward_ns=one.length_ns,
-        backward_ns=max(length, busy) - one.length_ns,
-        receive_ns=receive_ns,
+        forward_ns=forward_ns,
+        backward_ns=sum(backward_ns),
+        receive_ns=receive_ns + max(0, sum(done.length_ns for done in (one, *back)) - length),
         reduce_ns=_link_ns([begin]) + _link_ns(backward[-1:]) - _link_ns(back),
-        hide_ns=max(0, length - busy),
+        hide_ns=max(0, length + last_ns - busy),
+        last_ns=last_ns,
         optimizer_ns=player.optimizer_ns,
-        resident_bytes=resident,
+        resident_bytes=arrived,
+        gradient_bytes=max(0, arrived - before),
+        travelling_bytes=resident - arrived,
+        most_travelling_bytes=round((resident - arrived) * _buckets_on_their_way(passes)),
         activation_bytes=kept,
         workspace_bytes=_workspace(passes, resident, kept),
         waiting_bytes=0,
@@ -469,14 +487,23 @@ def _held(passes: list[Pass], count: int) -> Held:
     return list(zip(passes, flying, strict=False))
 
 
-def _between(passes: Held, kept: int, but: str | None) -> int:
-    """The most that is there between passes beside the activations of microbatches in flight, and but one kind."""
+def _between(passes: Held, kept: int, but: str | None, arrived: bool = False) -> int:
+    """The most that is there between passes beside the activations of microbatches in flight, and but one kind.
+    arrived: were all gradients at home that are on their way."""
     level = most = 0
     for done, held in passes:
         level += _net(change for change in done.allocations if change[2] != but)
         left = held - (done.kind.name == "backward")
-        most = max(most, level - left * kept)
+        travelling = sum(one.freed_bytes for one in done.standing.journeys) if arrived else 0
+        most = max(most, level - travelling - left * kept)
     return most
+
+
+def _buckets_on_their_way(passes: Held) -> float:
+    """What gradients on their way may take at most, in times what a layer's do: small ones share buckets with those of
+    other layers, of which few are on their way beside the one that is filled."""
+    whole = max(sum(one.whole_bytes for one in done.standing.journeys) for done, _ in passes)
+    return max(1.0, (MAX_IN_FLIGHT + 1) * BUCKET_BYTES / whole) if whole else 1.0
 
 
 def _workspace(passes: Held, resident: int, kept: int) -> int:
@@ -486,6 +513,30 @@ def _workspace(passes: Held, resident: int, kept: int) -> int:
         most = max(most, level + _peak(done.allocations) - resident - held * kept)
         level += _net(done.allocations)
     return most
+
+
+def _amid_layers_ns(done: Pass, profile: Profile) -> int:
+    """How long a pass takes in the midst of like layers, of which each has the next one's parameters gathered.
+
+    It waits for its own no more. But where what it must wait for travels on the same link, the first such collective is
+    behind the next layer's parameters and the last one's gradients. What both hide slows down what is computed.
+    """
+    tasks, length = done.tasks, done.length_ns
+    waited = sum(
+        time for _, played, _ in done.pieces for kind, time in played.waited.items() if kind.startswith(_PARAMETER)
+    )
+    beside, first_stop = dict[str, int](), dict[str, int]()
+    for link, _, start, end, kind in tasks:
+        if kind.startswith((_PARAMETER, _GRADIENT)):
+            beside[link] = beside.get(link, 0) + end - start
+        elif link != COMPUTE:
+            first_stop[link] = min(first_stop.get(link, start), start)
+    behind = [time - max(0, first_stop[link] - waited) for link, time in beside.items() if link in first_stop]
+    exposed = max([0, *behind])
+    left = max([end for link, end in done.links.items() if link in beside], default=0)
+    slowdown = max([profile.slowdowns.get(link, 1.0) for link in beside], default=1.0)
+    slowed = max(0, waited + max(0, left - length) - exposed) * (1 - 1 / slowdown)
+    return max(length - waited + exposed + int(slowed), _link_ns([done]))
 
 
 def _link_ns(passes: list[Pass]) -> int:

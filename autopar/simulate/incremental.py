@@ -26,7 +26,7 @@ from autopar.ir.schedule import SCHEDULES
 from autopar.ir.stages import stage_graph
 from autopar.simulate.orders import Unsupported
 from autopar.simulate.parted import PartedStage
-from autopar.simulate.player import Beyond
+from autopar.simulate.player import AS_EMITTED, Beyond, Overlap, Sums
 from autopar.simulate.program import PriceTable, devices_per_node, sent_values
 from autopar.simulate.schedule import PlayedStep, play_stages, profiles_of_stages
 from autopar.simulate.timeline import Timeline
@@ -43,13 +43,13 @@ class Incremental:
     """Simulates plans one after another."""
 
     def __init__(
-        self, graph: Graph, profile: Profile | Mapping[str, Profile], sums_early: bool = True, in_parts: bool = True,
-        may_split: bool = False,
+        self, graph: Graph, profile: Profile | Mapping[str, Profile], overlap: Overlap = AS_EMITTED,
+        in_parts: bool = True, may_split: bool = False,
     ) -> None:  # fmt: skip
-        """profile, sums_early: as in `simulate`. in_parts: whether stages are cut at all. may_split: plans come with
+        """profile, overlap: as in `simulate`. in_parts: whether stages are cut at all. may_split: plans come with
         backward passes in one part and in two, which are to share what is known."""
-        self.graph, self.profile, self._sums_early = graph, profile, sums_early
-        self._in_parts, self._may_split = in_parts and sums_early, may_split
+        self.graph, self.profile, self._overlap = graph, profile, overlap
+        self._in_parts, self._may_split = in_parts and overlap.sums is not Sums.LATE, may_split
         self._played: OrderedDict[int, tuple[Plan, PlayedStep | Timeline]] = OrderedDict()
         self._variants: OrderedDict[Hashable, Variants] = OrderedDict()
         self._known: dict[Hashable, KnownParts] = {}  # of stages that are alike
@@ -93,7 +93,7 @@ class Incremental:
         if len(plan.stages) == 1 and (plan.stage.forks or ranks_differ(plan)):
             own = self.profile
             known = own if isinstance(own, Mapping) else {group.profile: own for group in plan.mesh.groups}
-            return play_unlike(self.graph, plan, known, self._sums_early)
+            return play_unlike(self.graph, plan, known, self._overlap)
         return play_stages(self.graph, plan, self.stages(plan), profiles_of_stages(plan, self.profile), until_ns)
 
     def stages(self, plan: Plan) -> list[PartedStage]:
@@ -119,12 +119,12 @@ class Incremental:
         part, per_node, is_stage = plan.parts[index], devices_per_node(plan, index), len(plan.stages) > 1
         may_split = is_split or (self._may_split and is_stage)
         prices = part.axes, part.blocks, part.optimizer, per_node, profile
-        alike = prices, part.microbatches, part.recompute, part.mode, is_stage, may_split
+        alike = prices, part.microbatches, part.recompute, part.mode, is_stage, may_split, plan.runs
         key = id(graph), is_cut, is_split, alike
         found = self._variants.get(key)
         if found is None or found.is_full:
             found = self._variants[key] = Variants(
-                self.graph, graph, part, profile, per_node, is_cut, is_split, self._sums_early,
+                self.graph, graph, part, profile, per_node, is_cut, is_split, self._overlap,
                 self._known_parts(alike, prices), may_split,
             )  # fmt: skip
             if len(self._variants) > KEPT_VARIANTS * len(plan.stages):
@@ -153,17 +153,18 @@ class Incremental:
         return known[key]
 
 
-def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile], sums_early: bool = True) -> Timeline:
+def simulate(
+    graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile], overlap: Overlap = AS_EMITTED
+) -> Timeline:
     """One step of the plan: what runs when, what it sends, what memory it takes. Deterministic.
 
     graph, plan: of one microbatch; played are `plan.microbatches`. Every rank of a submesh does the same; simulated is
     its first, which has the longest slices; where ranks are unlike, one of each kind (`unlike`).
     profile: of the devices; by the name that the mesh has for them where they are of several kinds
-    (`profiler.profiles_of`). sums_early: gradients are summed over ranks while the backward pass goes on, as emitted
-    programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan that lacks a
-    redistribution.
+    (`profiler.profiles_of`). overlap: what is sent beside computation, by default as in emitted programs.
+    Raises PlanError for a plan that lacks a redistribution.
     """
-    return Incremental(graph, profile, sums_early).timeline(plan)
+    return Incremental(graph, profile, overlap).timeline(plan)
 
 
 def simulate_whole(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile]) -> Timeline:

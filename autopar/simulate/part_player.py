@@ -19,7 +19,7 @@ from autopar.runtime.packing import LONE_BYTES, pack_gradients
 from autopar.simulate.engine import COMPUTE, LAST, Carried, Engine, Flight
 from autopar.simulate.orders import Direction, Orders, Unsupported, first_operand
 from autopar.simulate.parts import NUM_BEFORE, Part
-from autopar.simulate.player import ROOT, Meet, PassKind, Played, Player, Travelling, finished, meets
+from autopar.simulate.player import ROOT, Meet, Overlap, PassKind, Played, Player, Travelling, finished, meets
 from autopar.simulate.program import Bucket, LocalProgram, Slot, Transmission, is_summed_first, way_of_slot
 from autopar.simulate.sharing import Share
 from autopar.tunables import PLAY_ITEM_S
@@ -151,16 +151,15 @@ class PartPlayer(Player):
     """One part's state while it is played, with its shares of the buckets that gradients go home in."""
 
     def __init__(
-        self, part: Part, forward: Forward, profile: Profile, is_alone: bool, sums_early: bool,
+        self, part: Part, forward: Forward, profile: Profile, is_alone: bool, overlap: Overlap,
         shares: tuple[Share, ...], following: Ahead | None = None, preceding: Ahead | None = None,
         root: Root | None = None, is_first: bool = False, begins_back: bool = False,
         lent: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        """forward: what is known with the same around it; is_alone: it is all that is played; sums_early: buckets go
-        home as soon as they are complete, not after the pass; following, preceding: what is asked for ahead, forward
-        and backward; lent: slots of other parts' units."""
+        """forward: what is known with the same around it; is_alone: it is all that is played; overlap: when buckets go
+        home; following, preceding: what is asked for ahead, forward and backward; lent: slots of other parts' units."""
         self.lent, self.begins_back = lent, begins_back
-        self.part, self.forward, self.sums_early = part, forward, sums_early
+        self.part, self.forward, self.overlap = part, forward, overlap
         self.is_first, self.shares = is_first, shares
         self.program = copy.copy(part.program)
         self.orders, self.lifetimes, self.directions = part.orders, part.lifetimes, part.directions

@@ -27,10 +27,12 @@ from autopar.simulate.part_player import (
 )
 from autopar.simulate.parts import Part
 from autopar.simulate.player import (
+    AS_EMITTED,
     LEAVE_GRADIENTS,
     Beyond,
     Bound,
     Meet,
+    Overlap,
     Pass,
     PassKind,
     Played,
@@ -170,14 +172,14 @@ class PartedStage:
 
 
 def stage_in_one(
-    graph: Graph, plan: Plan, profile: Profile, sums_early: bool = True, coordinates: Coordinates | None = None,
+    graph: Graph, plan: Plan, profile: Profile, overlap: Overlap = AS_EMITTED, coordinates: Coordinates | None = None,
     others: Sequence[OtherLane] = (),
 ) -> PartedStage:  # fmt: skip
     """A plan's only stage as one segment. coordinates, others: as in `Lowering`."""
     (part,) = plan.parts
     per_node = devices_per_node(plan, 0)
     variants = Variants(
-        graph, graph, part, profile, per_node, is_cut=False, sums_early=sums_early, coordinates=coordinates,
+        graph, graph, part, profile, per_node, is_cut=False, overlap=overlap, coordinates=coordinates,
         others=others,
     )  # fmt: skip
     return PartedStage(variants, part, {})

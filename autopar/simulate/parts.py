@@ -224,6 +224,7 @@ class PartLowering(Lowering):
         stages, and whether the gradient comes back."""
         worked(LOWER_NODE_S * len(segment.nodes))
         self.plan, self.steps = plan, steps
+        self._fuse()
         self.program = program = LocalProgram()
         self.known, self.placements, self.units, self.places = {}, {}, {}, {}
         self.constants, self.calls = {}, []

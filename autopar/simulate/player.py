@@ -18,6 +18,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from autopar.simulate.sharing import Share
 
 BEGUN = "begun"  # marks a bucket that another part has begun, in the name of what is sent
 UNDER_WAY = "gradients under way"
+IN_CHUNKS = ("all_gather", "reduce_scatter")  # collectives that products can be computed beside, chunk by chunk
 STOPPING = ("activation", "operator")  # purposes of collectives that the rank does not go on beside
 ROOT = 0  # the unit of parameters that belong to no block
 LEAVE_GRADIENTS = (FORWARD, BACKWARD_INPUT)  # passes that make no gradients of stored tensors
@@ -39,6 +41,35 @@ LEAVE_GRADIENTS = (FORWARD, BACKWARD_INPUT)  # passes that make no gradients of 
 Rename = Callable[[str], str]
 Meet = Callable[[int, int], int]
 """From a collective's axis, and when this rank could start it: when all of its ranks can."""
+
+
+class Sums(Enum):
+    """When gradients are summed over ranks, and where.
+
+    EARLY: while the backward pass goes on, from memory that a bucket takes for it: the backward pass waits for earlier
+    buckets where too many hold theirs (`MAX_IN_FLIGHT`), as emitted programs do. BUFFERED: the same, from memory that
+    is there all the time, for which nothing waits, as in Megatron-LM. LATE: after the backward pass, as DeepSpeed's
+    pipeline engine does.
+    """
+
+    EARLY = "early"
+    BUFFERED = "buffered"
+    LATE = "late"
+
+
+class Overlap(NamedTuple):
+    """How a software hides what it sends behind what it computes.
+
+    sums: of gradients. cuts_activations: gathers before products and reductions behind them come in as many chunks as
+    there are ranks, each beside the product of another (Wang et al., ASPLOS'23; Transformer Engine's user buffers), so
+    that one chunk is left in which nothing is computed. Of products that take as long, as large models' do.
+    """
+
+    sums: Sums = Sums.EARLY
+    cuts_activations: bool = False
+
+
+AS_EMITTED = Overlap()
 
 
 class PassKind(NamedTuple):
@@ -63,6 +94,11 @@ class Travelling(NamedTuple):
     new_bytes: int
     whole_bytes: int
     has_buffer: bool
+
+    @property
+    def freed_bytes(self) -> int:
+        """What is given back at its end, less what comes then."""
+        return -sum(change[1] for change in _ending(self, self.end_ns, Moment.ARRIVE, Moment.ARRIVED))
 
     def after(self, ns: int) -> Travelling:
         """The same, so much later."""
@@ -243,7 +279,7 @@ class Player:
 
     lifetimes: Lifetimes
     shares: tuple[Share, ...]
-    sums_early: bool
+    overlap: Overlap
     _complete_at: Mapping[int, Sequence[int]]
     _share_of: Mapping[int, int]
     _moved: Collection[int]
@@ -373,10 +409,10 @@ class Player:
         for slot, several in orders.ended_at.get(number, ()):
             self._end_gradient(slot, several, first, last)
         for index in self._complete_at.get(number, ()):
-            if self.sums_early:
-                self._send_home(index)
-            else:
+            if self.overlap.sums is Sums.LATE:
                 self._late.append(index)
+            else:
+                self._send_home(index)
 
     def _recompute(self, region: int) -> None:
         numbers = self.orders.regions[region]
@@ -414,9 +450,11 @@ class Player:
         long as if it computed all the while."""
         tasks: list[int] = []
         stops = purpose in STOPPING
-        is_beside = not stops and (purpose != "gradient" or self.sums_early)
+        is_beside = not stops and (purpose != "gradient" or self.overlap.sums is not Sums.LATE)
         for sent in transmissions:
             duration_ns = sent.beside_ns if is_beside else sent.duration_ns
+            if purpose == "activation" and self.overlap.cuts_activations and sent.collective in IN_CHUNKS:
+                duration_ns //= sent.num_ranks
             kind = f"{purpose} {sent.collective}"
             before = tasks[-1:] or after
             others = None if self._meet is None else partial(self._meet, sent.axis)
@@ -551,14 +589,18 @@ class Player:
         slots = [self.program.slots[number] for number in share.slots]
         if not slots[0].reduces_each and not self._kind.is_last:
             return
-        self._go_on(slots[0].shrinks)
+        if self.overlap.sums is not Sums.BUFFERED:
+            self._go_on(slots[0].shrinks)
         after = [*after, *(task for slot in slots for task in self._gradients.pop(slot.value, ()))]
         last = max(after)
         if share.transmissions:
             name = f"{BEGUN}:{share.way}" if share.comes else slots[0].tensor  # `Renames` knows who began it
             _, last = self._transmit(f"gradient of {name}", "gradient", share.transmissions, after)
             self._home.append(last)
-        if slots[0].shrinks:
+        if self.overlap.sums is Sums.BUFFERED:
+            self._whole.difference_update(share.slots)
+            self._buffered.discard(index)
+        elif slots[0].shrinks:
             self._begin_journey(index, last)
 
     def _go_on(self, shrinks: bool) -> None:

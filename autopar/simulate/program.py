@@ -25,6 +25,7 @@ from autopar.cost.compute import (
     split_norm_backward_ns,
     split_norm_time_ns,
 )
+from autopar.cost.fusion import Fused, compiled_time_ns, fusions
 from autopar.cost.memory import (
     lowered_memory,
     optimizer_moved_bytes,
@@ -45,7 +46,7 @@ from autopar.ir.branches import (
 from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Placement, Shape, evenly, format_placement, local_shape
-from autopar.ir.plan import NodePlan, Plan, StagePlan, Storage
+from autopar.ir.plan import COMPILED, NodePlan, Plan, StagePlan, Storage
 from autopar.ir.recompute import PieceStep, makes_memory, pieces_needed
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import answered_values, leaving_values
@@ -80,7 +81,7 @@ RANK_BYTES = 4  # a DeviceMesh numbers its ranks in int32, in the host's memory
 class Transmission(NamedTuple):
     """One collective: its name, the link level that it is on, its bytes and nanoseconds. waits: how long its ranks wait
     for each other besides where it stops them, if that is known. is_early: it was sent long before, and has arrived.
-    beside_ns: its nanoseconds while its ranks compute."""
+    beside_ns: its nanoseconds while its ranks compute. num_ranks: that take part."""
 
     collective: str
     level: str
@@ -90,6 +91,7 @@ class Transmission(NamedTuple):
     waits: Waits | None = None
     is_early: bool = False
     beside_ns: int = 0
+    num_ranks: int = 1
 
 
 @dataclass(slots=True)
@@ -361,6 +363,8 @@ class Lowering:
         self.units: dict[str, int] = {}
         self.again = Again(graph, plan.recompute, facts.blocks)
         self.places: dict[str, int] = {}
+        self.fused: dict[str, Fused] = {}
+        self._fusions_known: dict[frozenset[str], dict[str, Fused]] = {}
         self.leading_back = tensors_on_the_way(graph) if may_split else frozenset()
         self.trains = plan.mode == "train" and (
             graph.loss is not None or graph.ends is not None
@@ -369,6 +373,16 @@ class Lowering:
         self.constants: dict[int, int] = {}  # storage -> bytes of what is computed once and kept
         self.batch = next(iter(batched.values()), 0)  # of the whole graph: a stage may read no input of the model
         self.calls: list[tuple[int, Call | None]] = []  # items that run each microbatch, where they are recomputed
+
+    def _fuse(self) -> None:
+        """What operators join where blocks are compiled: of what leaves the stage, nothing stays in registers."""
+        if self.plan.plan.runs != COMPILED:
+            return
+        leaves = frozenset([*(tensor for tensor, _ in self.steps), *self.graph.outputs])
+        if leaves not in self._fusions_known:
+            saved = {name: facts.saved for name, facts in self.facts.nodes.items()}
+            self._fusions_known[leaves] = fusions(self.graph, leaves, saved)
+        self.fused = self._fusions_known[leaves]
 
     # Values ----------------------------------------
 
@@ -485,7 +499,7 @@ class Lowering:
             waits = waits_along(mesh_axis, per_node, self.profile)
             beside = round(duration * slowed)
             self.transmissions[key] = Transmission(
-                collective, level, axis, num_bytes, duration, waits, beside_ns=beside
+                collective, level, axis, num_bytes, duration, waits, beside_ns=beside, num_ranks=mesh_axis.size
             )
         return self.transmissions[key]
 
@@ -589,15 +603,19 @@ class Lowering:
         if node.op != IDENTITY and not is_constant:
             self._note_call(number, self.again.of_node(node))
         maker = -1 if is_constant else number
+        fused = self.fused.get(node.name)
+        stays = fused.results if fused else (False,) * len(node.results)
         outputs = [
-            self._result(name, placement, maker, inputs[0] if facts.is_view else -1)
-            for name, placement in zip(node.results, placements.results, strict=True)
+            self._result(name, placement, maker, inputs[0] if facts.is_view else -1, in_registers)
+            for name, placement, in_registers in zip(node.results, placements.results, stays, strict=True)
         ]
         if is_constant and self.facts.folded.issuperset(node.results):
             program.items.append(Item(node.name, tuple(dict.fromkeys(inputs)), tuple(outputs), unit=unit))
             return
         price = self._operator_price(node, placements, inputs, outputs)
         kept = facts.saved if self.trains and price.lowered_bytes is None else ()
+        if kept and fused and fused.makes_again:
+            kept = (*kept, *(name for name, stays in zip(node.operands, fused.operands, strict=True) if not stays))
         saved, extra, numbers = self._saved(kept, node, inputs, outputs)
         if self.trains and facts.saved:
             extra += price.lowered_bytes or 0
@@ -638,13 +656,16 @@ class Lowering:
         """That of a twin in an equal block with equal placements, whichever plan had it."""
         values = self.program.values
         back = tuple([values[value].leads_back for value in inputs]) if self.may_split else ()
-        key = self.twins.get(node.name, node.name), placements, back
+        fused = self.fused.get(node.name)
+        key = (self.twins.get(node.name, node.name), placements, back, *((fused,) if fused else ()))
         known = self.prices.operators.get(key)
         if known is None:
             operands = tuple([values[value].shape for value in inputs])
             results = tuple([self._made_shape(values[value]) for value in outputs])
             times = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
             issue_ns = node_issue_ns(node, operands, results, self.graph.tensors, self.profile)
+            if fused:
+                times, issue_ns = compiled_time_ns(node, operands, results, self.graph.tensors, self.profile, fused)
             split = (
                 Split(*split_backward_ns(node, operands, results, self.graph.tensors, back, self.profile))
                 if back
@@ -665,12 +686,13 @@ class Lowering:
             self.prices.operators[key] = known
         return known
 
-    def _result(self, name: str, placement: Placement, item: int, base: int) -> int:
+    def _result(self, name: str, placement: Placement, item: int, base: int, in_registers: bool = False) -> int:
         """A result. What every microbatch makes whole, and reads a slice of, has the slice's shape and all its bytes:
         its gradient is padded to that size, too."""
         self.placements[name] = placement
         shape, num_bytes = self.shapes.local(name, placement)
         num_bytes *= self._parts(name) if item >= 0 else 1
+        num_bytes *= not in_registers
         storage = self.program.values[base].storage if base >= 0 else self._memory(num_bytes, item)
         return self._value(name, placement, (shape, num_bytes), storage, item)
 

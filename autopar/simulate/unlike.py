@@ -27,7 +27,7 @@ from autopar.ir.schedule import turns
 from autopar.ir.shares import alike_ranks, seen_from
 from autopar.simulate.engine import Carried
 from autopar.simulate.parted import PartedStage, stage_in_one
-from autopar.simulate.player import Meet, Pass, PassKind, Standing
+from autopar.simulate.player import Meet, Overlap, Pass, PassKind, Standing
 from autopar.simulate.program import OtherLane, devices_per_node
 from autopar.simulate.schedule import StageProgress, Submesh, lane_of, pass_kind
 from autopar.simulate.timeline import Timeline
@@ -51,9 +51,9 @@ Starts = dict[tuple[int, int], int]
 Result = TypeVar("Result")
 
 
-def play_unlike(graph: Graph, plan: Plan, profiles: Mapping[str, Profile], sums_early: bool) -> Timeline:
+def play_unlike(graph: Graph, plan: Plan, profiles: Mapping[str, Profile], overlap: Overlap) -> Timeline:
     """One step of a plan of one stage on ranks that are unlike. profiles: by the mesh's names for its devices."""
-    lanes, keys = (lanes_of_branches if plan.stage.forks else lanes_of_shares)(graph, plan, profiles, sums_early)
+    lanes, keys = (lanes_of_branches if plan.stage.forks else lanes_of_shares)(graph, plan, profiles, overlap)
     step = _UnlikeStep(graph, plan, lanes, keys)
     step.run()
     return step.timeline()
@@ -166,14 +166,14 @@ def _unlike(axis: int) -> PlanError:
 
 
 def lanes_of_branches(
-    graph: Graph, plan: Plan, profiles: Mapping[str, Profile], sums_early: bool
+    graph: Graph, plan: Plan, profiles: Mapping[str, Profile], overlap: Overlap
 ) -> tuple[list[UnlikeLane], Keys]:  # fmt: skip
     """A lane for the first of each set of ranks that run the same operators; it stands for those like it."""
     ranks, (profile,) = unlike_ranks(plan.stage), profiles.values()
     shared = profile.shared_by(plan.mesh.devices_per_node)
     places = [coordinates_of(plan.stage, rank) for rank in ranks]
     lanes = [
-        UnlikeLane(range(rank, rank + 1), stage_in_one(graph, plan, shared, sums_early, place))
+        UnlikeLane(range(rank, rank + 1), stage_in_one(graph, plan, shared, overlap, place))
         for rank, place in zip(ranks, places, strict=True)
     ]
     keys = {
@@ -186,7 +186,7 @@ def lanes_of_branches(
 
 
 def lanes_of_shares(
-    graph: Graph, plan: Plan, profiles: Mapping[str, Profile], sums_early: bool
+    graph: Graph, plan: Plan, profiles: Mapping[str, Profile], overlap: Overlap
 ) -> tuple[list[UnlikeLane], Keys]:  # fmt: skip
     """A lane for neighbouring ranks of one kind with equal shares; what they send each other lasts as long on all."""
     every = alike_ranks(plan.mesh, plan.stage.axes)
@@ -198,7 +198,7 @@ def lanes_of_shares(
         seen.append(replace(plan, mesh=part).placed(axes=seen_from(plan.stage.axes, ranks.start)))
         sending.append(OtherLane(seen[-1].stage.axes, devices_per_node(seen[-1], 0), profile, joined))
     lanes = [
-        UnlikeLane(ranks, stage_in_one(graph, own, lane.profile, sums_early, None, [*sending[:n], *sending[n + 1 :]]))
+        UnlikeLane(ranks, stage_in_one(graph, own, lane.profile, overlap, None, [*sending[:n], *sending[n + 1 :]]))
         for n, (ranks, own, lane) in enumerate(zip(every, seen, sending, strict=True))
     ]
     return lanes, {axis: [()] * len(lanes) for axis in joined}

@@ -38,7 +38,7 @@ from autopar.simulate.parts import (
     kept_after,
     ways_of,
 )
-from autopar.simulate.player import Meet, Pass, Played, Player, finished, first_read
+from autopar.simulate.player import AS_EMITTED, Meet, Overlap, Pass, Played, Player, finished, first_read
 from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, OtherLane, PriceTable, StoredPrice, Transmission
 from autopar.simulate.segments import Differences, Key, Numbers, Segment, known_segments
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways
@@ -107,14 +107,14 @@ class Variants:
 
     def __init__(
         self, whole: Graph, graph: Graph, plan: StagePlan, profile: Profile, per_node: int, is_cut: bool = True,
-        is_split: bool = False, sums_early: bool = True, known: KnownParts | None = None, may_split: bool = False,
+        is_split: bool = False, overlap: Overlap = AS_EMITTED, known: KnownParts | None = None, may_split: bool = False,
         coordinates: Coordinates | None = None, others: Sequence[OtherLane] = (),
     ) -> None:  # fmt: skip
         """graph, plan: of the stage; whole: of all stages; is_cut: into segments; is_split: the backward pass comes in
-        two parts; may_split: it does in another plan with the same parts; sums_early: as in `PartPlayer`; known: of
+        two parts; may_split: it does in another plan with the same parts; overlap: as in `PartPlayer`; known: of
         such stages; the rest as in `Lowering`."""
         self.graph, self.profile, self.is_stage = graph, profile, graph.ends is not None
-        self._sums_early, self.known = sums_early, known or KnownParts()
+        self._overlap, self.known = overlap, known or KnownParts()
         facts, self._numbers = graph_facts(whole, profile.device_type), self.known.numbers
         self.segments = known_segments(whole, graph, facts, frozenset(plan.recompute), is_cut, is_split)
         batched = {name: whole.tensors[name].shape[0] for name in batch_inputs(whole)}
@@ -251,7 +251,7 @@ class Variants:
                 raise Unsupported("shards of a tensor without gradient travel with others'")
             forward = self.known.forward.setdefault((id(part), around), Forward())
             known = self.known.players[id(part), own, around] = PartPlayer(
-                part, forward, self.profile, len(self.segments) == 1, self._sums_early, own, *around
+                part, forward, self.profile, len(self.segments) == 1, self._overlap, own, *around
             )  # fmt: skip
         return known
 

@@ -49,9 +49,9 @@ class Chunks:
         may_wait = self.layered.may_wait(submeshes, way.recompute)
         for schedule, chunks in self.possible(submeshes, microbatches, may_wait):
             kind, of_layer = self._cut(own, submeshes, chunks, SCHEDULES[schedule].turns_back)
-            step, peak = chunked_estimate(kind, of_layer, submeshes, chunks, microbatches, schedule)
+            step, peak, last = chunked_estimate(kind, of_layer, submeshes, chunks, microbatches, schedule)
             ways, again = (way,) * (submeshes * chunks), (way.recompute,) * self.layered.layers.count
-            yield EstimatedStages(ways, schedule, of_layer, again, step, peak, step)
+            yield EstimatedStages(ways, schedule, of_layer, again, step, peak, step, last)
 
     def _cut(self, kind: StageKind, submeshes: int, chunks: int, turns_back: bool) -> tuple[StageKind, tuple[int, ...]]:
         """What layers cost, and the chunk of each; the model's ends are layers where they are chunks of their own."""
@@ -93,7 +93,7 @@ def chunks_keeping_more(layered: Layered, candidate: EstimatedStages, admitted: 
     def keeping(number: int) -> EstimatedStages:
         is_kept = ~is_again | (behind < number)
         kind, chunks = _mixed(plain, again, is_kept), len(candidate.ways) // submeshes
-        step, peak = chunked_estimate(
+        step, peak, _ = chunked_estimate(
             kind, candidate.stage_of_layer, submeshes, chunks, candidate.microbatches, candidate.schedule
         )
         names = tuple(np.where(is_kept, "none", way.recompute)[ends : len(behind) - ends].tolist())

@@ -32,7 +32,7 @@ class ModelEnds:
         for name, values in columns.items():
             first, last = values[self.first], values[self.last]
             before, after = max(0, values[0] - first), max(0, values[-1] - last)
-            if name == "workspace_bytes":  # of a stage the largest
+            if name in ("workspace_bytes", "most_travelling_bytes"):  # of a stage the largest
                 before, after = values[0], values[-1]
             elif name == "receive_ns":  # of a stage that of its first layer
                 before, after = 0, last

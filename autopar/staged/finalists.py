@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from autopar.staged.mixing import keeping_more
 from autopar.staged.search import StagedSearch
 from autopar.staged.ways import EstimatedStages, StageStrategy
 from autopar.staging import cut
-from autopar.tunables import BESIDE_KNOWN, CORRECTIONS, FINALISTS, LIKE_BORDERS, MOST_FINALISTS, QUICK_S
+from autopar.tunables import BESIDE_KNOWN, CORRECTIONS, FAR_FINALISTS, FINALISTS, LIKE_BORDERS, MOST_FINALISTS, QUICK_S
 
 
 class Finalists:
@@ -65,14 +66,18 @@ class Finalists:
         """Those that fit of the first candidates, as far as there is time.
 
         First are those of the least estimate, corrected by how far off the last one was on as many stages of as many
-        ranks: what estimates leave out (waiting for each other, cores that ranks share) is much alike there.
+        ranks: what estimates leave out (waiting for each other, cores that ranks share) is much alike there. Where it
+        is far above what was found, so are all after it.
         """
         plans: list[tuple[EstimatedStages, Timeline]] = []
         quick = Clock.of(QUICK_S)
         left, off = list(candidates), dict[Any, float]()
         while left:
-            candidate = min(left, key=lambda one: one.step_ns * off.get(_submeshes(one), 1.0))
-            left.remove(candidate)
+            likely_ns, number = min((one.step_ns * off.get(_submeshes(one), 1.0), n) for n, one in enumerate(left))
+            fastest_ns = min((found.step_time_ns for _, found in plans), default=math.inf)
+            if likely_ns > FAR_FINALISTS * fastest_ns and not self.layered.shares_cores:
+                break
+            candidate = left.pop(number)
             played = self._simulated(candidate)
             off[_submeshes(candidate)] = played.step_time_ns / candidate.step_ns
             if played.peak_bytes <= self.layered.limit:

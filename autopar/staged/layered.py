@@ -12,11 +12,10 @@ import numpy as np
 from autopar.clock import worked
 from autopar.collector import cached_method
 from autopar.cost import Profile
-from autopar.cost.compute import node_time_ns
 from autopar.interop import Folded, Layers, StageKind, balanced_layers, block_layers, fold
 from autopar.intraop import Sends
 from autopar.ir.constraint import may_run
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Axis
 from autopar.ir.structure import batch_inputs
@@ -32,7 +31,7 @@ from autopar.staging import cut, node_times_ns
 from autopar.template import template_constraints
 from autopar.trace import Blocks
 from autopar.tunables import CORE_STEPS, KIND_S, MOST_LAYERS, PEAK_SLACK
-from autopar.zero import joined, pinned_modules, recomputable, selective_levels
+from autopar.zero import joined, pinned_modules, priced_levels, recomputable
 
 
 class Layered:
@@ -150,9 +149,10 @@ class Layered:
         sharing = sharing_of([self.shared])
         if sharing is None or candidate.num_submeshes == 1:
             return candidate
-        step = round(self.part_of_candidate(candidate) * candidate.step_ns)
+        part = self.part_of_candidate(candidate)
+        step, last = round(part * candidate.step_ns), round(part * candidate.last_ns)
         bound = candidate.lower_bound_ns * sharing.cores // sharing.ranks
-        return replace(candidate, step_ns=step, lower_bound_ns=min(step, bound))
+        return replace(candidate, step_ns=step, lower_bound_ns=min(step, bound), last_ns=last)
 
     @property
     def shares_cores(self) -> bool:
@@ -189,15 +189,8 @@ class Layered:
         pinned = pinned_modules(recomputable(self.graph, self.paths), self.request.constraints)
         if pinned is not None:
             return {"pinned": pinned}
-        levels = selective_levels(self.graph, self.paths, self._forward_ns, self.profile.device_type)
-        full = joined(recomputable(self.graph, self.paths).full)
-        return {"none": (), **levels, **({"full": full} if full else {})}
-
-    def _forward_ns(self, node: Node) -> int:
-        """Of an operator on one device."""
-        tensors = self.graph.tensors
-        operands, results = (tuple(tensors[n].shape for n in names) for names in (node.operands, node.results))
-        return node_time_ns(node, operands, results, tensors, self.shared)[0]
+        levels = priced_levels(self.graph, self.paths, self.shared)
+        return {name: joined(groups) for name, groups in levels.items()}
 
     @cached_property
     def path_of_layer(self) -> list[str]:
@@ -244,7 +237,11 @@ class Layered:
             once_ns=columns["optimizer_ns"],
             reduce_ns=columns["reduce_ns"],
             hide_ns=columns["hide_ns"],
+            last_ns=columns["last_ns"],
             resident_bytes=columns["resident_bytes"],
+            gradient_bytes=columns["gradient_bytes"],
+            travelling_bytes=columns["travelling_bytes"],
+            most_travelling_bytes=columns["most_travelling_bytes"],
             activation_bytes=columns["activation_bytes"],
             workspace_bytes=columns["workspace_bytes"],
             waiting_bytes=columns["waiting_bytes"],

@@ -146,11 +146,11 @@ class Looks:
             found = self.staged(setting, fastest, self._least_again)
         except InfeasibleError:
             return Look(NEVER)
-        floor, least = min(candidate.step_ns for candidate in found), self.least(found)
+        floor, least = _floor(found), self.least(found)
         self._hidden = min(self._hidden, floor / in_a_row)
         peak = min(candidate.peak_bytes for candidate in found)
         stride = max(1, int(math.log2(peak / self.admitted))) if least == NEVER else 1
-        if not self._is_bound(found):
+        if least <= MEMORY_BOUND * floor:
             return Look(floor, least, least, tuple(found), stride)
         times = max(1.0, peak / self.admitted)
         likely = min(least, round(floor * (1 + RELIEF * math.log2(times) ** 2)))
@@ -213,7 +213,7 @@ class Looks:
         found, likely = list[EstimatedStages](), [self._least_again]
         for recompute in [*self.layered.recomputations][1:]:
             found += (here := self.staged(setting, fastest, recompute))
-            is_slow = min(c.step_ns for c in here) >= HOPELESS * self.bound_ns
+            is_slow = _floor(here) >= HOPELESS * self.bound_ns
             if is_slow or not self._is_bound(here):
                 break
             likely.append(recompute)
@@ -278,12 +278,13 @@ class Looks:
             for choice in (found.best, *found.runners_up[:RUNNERS_UP], *self._equally_cut(kind, found.best, count)):
                 of_layer = tuple(n for n, (begin, end, _) in enumerate(choice.stages) for _ in range(begin, end))
                 peak = largest_peak(kinds, of_layer, count, schedule)
-                step, bound = choice.step_ns, found.lower_bound_ns
-                yield EstimatedStages(ways, schedule, of_layer, again, step, peak, bound)
+                last_ns = int(kind.last_ns.sum())  # one stage waits for the other, wherever they begin
+                step, bound = choice.step_ns + last_ns, found.lower_bound_ns + last_ns
+                yield EstimatedStages(ways, schedule, of_layer, again, step, peak, bound, last_ns)
                 for later in in_two_parts(count, stages) if may_wait else ():
                     less = step - hidden_bubble(kinds, of_layer, count, later)
                     peak = largest_peak(kinds, of_layer, count, later)
-                    yield EstimatedStages(ways, later, of_layer, again, less, peak, min(less, bound))
+                    yield EstimatedStages(ways, later, of_layer, again, less, peak, min(less, bound), last_ns)
 
     def _equally_cut(self, kind: StageKind, best: StageChoice, microbatches: int) -> list[StageChoice]:
         """Stages of as many layers each, where these are not the best by estimate but ranks share cores.
@@ -292,3 +293,8 @@ class Looks:
         """
         equal = equally_cut(kind, len(best.stages), microbatches) if self.layered.shares_cores else None
         return [] if equal is None or equal.stages == best.stages else [equal]
+
+
+def _floor(found: Sequence[EstimatedStages]) -> int:
+    """What the fastest would take that waits for no gradients on their way: others may send these as they come."""
+    return min(candidate.step_ns - candidate.last_ns for candidate in found)

@@ -79,6 +79,8 @@ def _candidates(
     count = ways[0].setting.microbatches
     again = tuple(ways[stage].recompute for stage in of_layer)
     peak = largest_peak(of_stage, of_layer, count, PLAIN)
+    last_ns = sum(int(kind.last_ns[begin:end].sum()) for kind, (begin, end, _) in zip(of_stage, stages, strict=True))
+    step_ns += last_ns
     found = layered.in_time(EstimatedStages(ways, PLAIN, of_layer, again, step_ns, peak, bound_ns))
     if len(set(ways)) > 1:
         yield found
@@ -120,7 +122,10 @@ class _MixedStage:
             int(kind.resident_bytes[first:last].sum() + self.in_flight * kind.activation_bytes[first:last].sum())
             for kind, first, last in parts
         )
-        return held + max(int(kind.workspace_bytes[first:last].max()) for kind, first, last in parts)
+        travelling = sum(int(kind.travelling_bytes[first:last].sum()) for kind, first, last in parts)
+        most = max(kind.most_travelling for kind, _, _ in parts)
+        workspace = max(int(kind.workspace_bytes[first:last].max()) for kind, first, last in parts)
+        return held + min(travelling, most) + workspace
 
     def most_kept(self, admitted: int) -> int:
         """Of how many layers less need be computed again, by estimates of up to so many bytes."""

@@ -13,7 +13,7 @@ from autopar.interop import StageKind
 from autopar.intraop import TradeOff
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.outline import Outline, sizes_text
-from autopar.ir.schedule import PLAIN, SCHEDULES, Schedule, in_flight, makes_rounds
+from autopar.ir.schedule import PLAIN, SCHEDULES, Schedule, in_flight, makes_rounds, microbatches_a_round
 from autopar.ir.tried import Tried
 
 Int64Array = npt.NDArray[np.int64]
@@ -48,7 +48,8 @@ class StageStrategy:
 class EstimatedStages:
     """One way to run the model, with its estimates: ns a step and the largest peak in bytes a device.
 
-    ways: of each stage. recompute: of each layer, what is computed again (a name).
+    ways: of each stage. recompute: of each layer, what is computed again (a name). last_ns: of the step, what the last
+    backward passes wait for gradients on their way, as other placements of the setting need not.
     """
 
     ways: tuple[StageStrategy, ...]
@@ -58,6 +59,7 @@ class EstimatedStages:
     step_ns: int
     peak_bytes: int
     lower_bound_ns: int
+    last_ns: int = 0
 
     @property
     def microbatches(self) -> int:
@@ -109,6 +111,7 @@ def peak_of(kind: StageKind, begin: int, end: int, in_flight: int, waiting: int 
     between the two parts of their backward pass: in a pass of the others, or in the second part of one of these.
     """
     stays = int(kind.resident_bytes[begin:end].sum())
+    stays += min(int(kind.travelling_bytes[begin:end].sum()), kind.most_travelling)
     workspace = int(kind.workspace_bytes[begin:end].max())
     kept, waits = (int(sizes[begin:end].sum()) for sizes in (kind.activation_bytes, kind.waiting_bytes))
     fewest = max(0, waiting - 1)
@@ -154,13 +157,14 @@ def hidden_bubble(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], mic
 
 def chunked_estimate(
     kind: StageKind, chunk_of_layer: Sequence[int], stages: int, chunks: int, microbatches: int, schedule: str
-) -> tuple[int, int]:
-    """Step time and peak of chunks in turn.
+) -> tuple[int, int, int]:
+    """Step time and peak of chunks in turn; and l, of the step.
 
-    T = max (B · t + e) + b · c · r + w   with t, e of a submesh; b the schedule's bubble (interleaved: (P − 1) / c,
-    Megatron-LM, SC'21, section 2.2.2) in passes of c chunks, each as long as most are in the longest round, r; and w
-    what is waited for where rounds of forward passes meet longer ones of backward passes: for each P microbatches,
-    about a quarter of the difference on each submesh.
+    T = max (B · t + e) + b · c · r + w + l   with t, e of a submesh; b the schedule's bubble (interleaved: (P − 1) / c,
+    Megatron-LM, SC'21, section 2.2.2) in passes of c chunks, each as long as most are in the longest round, r; w what
+    is waited for where rounds of forward passes meet longer ones of backward passes: for each P microbatches, about a
+    quarter of the difference on each submesh; and l by how much the last microbatch's backward passes are longer: one
+    waits for the other through all stages, but for what a round has more microbatches than submeshes.
     """
     row, of = SCHEDULES[schedule], _Rounds(chunk_of_layer, stages, chunks, SCHEDULES[schedule].turns_back)
     times = of.sums(kind.time_ns + (kind.split_ns if row.splits_backward else 0)) + of.firsts(kind.receive_ns)
@@ -169,7 +173,9 @@ def chunked_estimate(
     rounds = np.sort(times, axis=1)[:, (stages - 1) // 2]
     filling = row.bubble(stages, microbatches, chunks) * chunks * int(rounds.max())
     meeting = microbatches // stages * stages * int(np.abs(rounds - rounds[::-1]).sum()) // 8
-    return int(busiest) + int(filling) + meeting, _chunked_peak(kind, of, row, microbatches)
+    slack = max(0, microbatches_a_round(schedule, microbatches, stages) - stages) if row.makes_rounds else 0
+    last = int(np.maximum(0, of.sums(kind.last_ns).sum(axis=1) - slack * rounds).sum())
+    return int(busiest) + int(filling) + meeting + last, _chunked_peak(kind, of, row, microbatches), last
 
 
 def _chunked_peak(kind: StageKind, of: _Rounds, row: Schedule, microbatches: int) -> int:
@@ -181,11 +187,32 @@ def _chunked_peak(kind: StageKind, of: _Rounds, row: Schedule, microbatches: int
     )
     kept, waits = (of.sums(sizes).sum(axis=0) for sizes in (kind.activation_bytes, kind.waiting_bytes))
     stays, workspace = of.sums(kind.resident_bytes).sum(axis=0), of.most(kind.workspace_bytes).max(axis=0)
+    stays += np.minimum(of.sums(kind.travelling_bytes).sum(axis=0), kind.most_travelling)
     fewest = np.maximum(0, waiting - 1)
+    if not row.splits_backward:
+        gradients = of.sums(kind.gradient_bytes).sum(axis=0)
+        return int((workspace + _with_gradients(stays, gradients, kept, flying, chunks, row, microbatches)).max())
     peak = stays + ((flying - fewest) * kept + fewest * waits) // chunks + workspace
     second = stays + ((flying - waiting) * kept + waiting * waits) // chunks
     second += of.sums(kind.second_bytes).max(axis=0)
     return int(np.maximum(peak, np.where(waiting > 0, second, 0)).max())
+
+
+def _with_gradients(
+    stays: Int64Array, gradients: Int64Array, kept: Int64Array, flying: Int64Array, chunks: int, row: Schedule,
+    microbatches: int,
+) -> Int64Array:  # fmt: skip
+    """Of each submesh what stays and what is in flight, where it is most. gradients: of what stays, theirs.
+
+    Backward passes of a round of microbatches are of one chunk, whose gradients are there then. Once all forward passes
+    are done, each of them leaves less in flight: where there are few microbatches, not all gradients are there yet.
+    """
+    a_round = microbatches_a_round(row.name, microbatches, len(flying))
+    made = np.arange(1, chunks + 1)[:, None]
+    before = np.maximum(0, (made - 1) * a_round - (microbatches * chunks - flying))
+    held = (flying - np.minimum(before, flying)) * kept // chunks
+    most: Int64Array = (stays - (chunks - made) * gradients // chunks + held).max(axis=0)
+    return most
 
 
 class _Rounds:

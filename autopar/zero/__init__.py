@@ -6,9 +6,10 @@ from autopar.zero.recomputation import (
     Groups,
     Modules,
     Recomputable,
-    fit_with_recomputation,
     joined,
+    ladders,
     pinned_modules,
+    priced_levels,
     recomputable,
 )
 from autopar.zero.selective import selective_levels
@@ -20,9 +21,10 @@ __all__ = [
     "Groups",
     "Modules",
     "Recomputable",
-    "fit_with_recomputation",
     "joined",
+    "ladders",
     "pinned_modules",
+    "priced_levels",
     "recomputable",
     "selective_levels",
     "storage_options",

@@ -1,22 +1,25 @@
 """Which blocks are computed again in the backward pass, so that a plan meets its memory limit at least cost.
 
-Of each repeated block nothing, operators that are cheap for what they free ("selective"), the attention ("block"), or
-everything but what enters it ("full"). A search over all
-blocks' choices is not needed: equal blocks save and cost the same, so what counts is how many of them.
+Of each repeated block nothing, operators by their price ("selective", and more), the attention ("block"), or everything
+but what enters it ("full"). A search over all blocks' choices is not needed: equal blocks save and cost the same, so
+what counts is how many of them.
 
-    all blocks alike, placements found for that → as few of the first blocks as fit, with these placements → the fastest
+    level      what is computed again of each block
+    ladder     from level to level, a block more at each rung: less memory, more time
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.errors import InfeasibleError, PlanError
+from autopar.cost import Profile
+from autopar.cost.compute import node_time_ns
+from autopar.errors import PlanError
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node, found_once, is_inside
-from autopar.ir.plan import Plan
-from autopar.zero.selective import selective
+from autopar.zero.selective import selective, selective_levels
 
 KINDS = ("none", "selective", "block", "full")
 KINDS_TEXT = '"none", "selective", "block" or "full"'
@@ -104,56 +107,33 @@ def _of_block(options: Recomputable, block: str, kind: str) -> Modules:
     return found
 
 
-def fit_with_recomputation(
-    options: Recomputable, fit: Callable[[Modules], Plan], rescore: Callable[[Plan, Modules], Plan]
-) -> Plan:
-    """The fastest plan within its `memory_limit` that computes blocks again, and as few of them as that takes.
-
-    fit(modules): the best plan that fits with these computed again. rescore(plan, modules): the plan with other modules
-    computed again, its placements as they are, predicted anew. Raises InfeasibleError where none fits even if all
-    blocks are computed again.
-    """
-    found = [plan for groups in (options.full, options.attention) if groups for plan in _of_kind(groups, fit, rescore)]
-    found += list(_of_both(options, found, rescore))
-    if not found:
-        raise InfeasibleError("found no plan that fits with its blocks computed again")
-    return min(found, key=lambda plan: (plan.predicted.step_time_ns, len(plan.recompute)))
+# By price ----------------------------------------
 
 
-def _of_kind(groups: Groups, fit: Callable[[Modules], Plan], rescore: Callable[[Plan, Modules], Plan]) -> list[Plan]:
-    """All blocks alike, and the fewest that fit."""
-    try:
-        plan = fit(joined(groups))
-    except InfeasibleError:
-        return []
-    return [plan, *_fewest(plan, [joined(groups[:count]) for count in range(len(groups))], rescore)]
+def priced_levels(graph: Graph, paths: Sequence[str], profile: Profile) -> dict[str, Groups]:
+    """What a search computes again of each block, by name, the least first: nothing, operators that are cheap for what
+    they free by what each takes on a device, and all; what there is none of is left out."""
+
+    def forward_ns(node: Node) -> int:
+        operands, results = (tuple(graph.tensors[n].shape for n in names) for names in (node.operands, node.results))
+        return node_time_ns(node, operands, results, graph.tensors, profile)[0]
+
+    full = recomputable(graph, paths).full
+    levels = selective_levels(graph, joined(full), forward_ns, profile.device_type)
+    return {"none": tuple(() for _ in full), **levels, **({"full": full} if full else {})}
 
 
-def _of_both(options: Recomputable, found: Sequence[Plan], rescore: Callable[[Plan, Modules], Plan]) -> Iterator[Plan]:
-    """The fewest blocks of which everything is computed again, where of the others the attention is."""
-    whole = joined(options.full)
-    for plan in found:
-        if plan.recompute == whole and options.attention:
-            kept = [
-                (*joined(options.full[:count]), *_outside(joined(options.attention), joined(options.full[:count])))
-                for count in range(len(options.full))
-            ]
-            yield from _fewest(plan, kept, rescore)
+def ladders(levels: Mapping[str, Groups], attention: Groups) -> list[list[Modules]]:
+    """From nothing to all: by every level, which is best where prices hold, and straight to one of them."""
+    none, full = levels["none"], [*levels.values()][-1]
+    inside = [tuple(module for module in joined(attention) if is_inside(module, group)) for group in full]
+    ways: list[list[Groups]] = [[*levels.values()], *([none, level] for level in [*levels.values()][2:])]
+    ways += [[none, tuple(inside), full]] if any(inside) else []
+    return [_ladder(way) for way in ways]
 
 
-def _outside(modules: Modules, blocks: Modules) -> Modules:
-    return tuple(m for m in modules if not is_inside(m, blocks))
-
-
-def _fewest(plan: Plan, choices: Sequence[Modules], rescore: Callable[[Plan, Modules], Plan]) -> list[Plan]:
-    """The plan with the first choice that fits, if any does; of each choice, the next keeps less. By bisection."""
-    best: list[Plan] = []
-    low, high = 0, len(choices)
-    while low < high:
-        middle = (low + high) // 2
-        tried = rescore(plan, choices[middle])
-        if tried.predicted.peak_bytes <= tried.memory_limit:
-            best, high = [tried], middle
-        else:
-            low = middle + 1
-    return best
+def _ladder(levels: Sequence[Groups]) -> list[Modules]:
+    rungs = [joined(levels[0])]
+    for less, more in itertools.pairwise(levels):
+        rungs += [joined((*more[:count], *less[count:])) for count in range(1, len(more) + 1)]
+    return rungs

@@ -162,8 +162,10 @@ def selective(graph: Graph, paths: Sequence[str]) -> tuple[tuple[str, ...], ...]
     return chosen_operators(graph, paths, partial(_moved_bytes, graph), lambda trade: [Fraction(CHEAP_MOVES)])[0]
 
 
-def selective_levels(graph: Graph, paths: Sequence[str], time: Time, device: str) -> dict[str, tuple[str, ...]]:
-    """Choices on the hull of all blocks, by name, the one that computes least again first; those that are equal once.
+def selective_levels(
+    graph: Graph, paths: Sequence[str], time: Time, device: str
+) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Of each block, choices on the hull, by name, the one that computes least again first; those that are equal once.
 
     Their prices are parts of what a byte costs on average that is freed by computing all of a block again. time: of one
     forward, in ns.
@@ -171,10 +173,9 @@ def selective_levels(graph: Graph, paths: Sequence[str], time: Time, device: str
     chosen = chosen_operators(
         graph, paths, time, lambda trade: [part * trade.average for part in LEVEL_PRICES.values()]
     )
-    joined = (tuple(name for block in blocks for name in block) for blocks in chosen)
-    found: dict[str, tuple[str, ...]] = {}
-    for name, operators in zip(LEVEL_PRICES, joined, strict=True):
-        if operators and operators not in found.values():
+    found: dict[str, tuple[tuple[str, ...], ...]] = {}
+    for name, operators in zip(LEVEL_PRICES, chosen, strict=True):
+        if any(operators) and operators not in found.values():
             found[name] = operators
     return found
 

@@ -46,7 +46,7 @@ from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from autopar.profiler.text import profile_text
-from autopar.simulate import simulate
+from autopar.simulate import Overlap, Sums, simulate
 from autopar.trace import trace
 from benchmarks.accuracy import megatron
 from benchmarks.accuracy.constants import (
@@ -164,7 +164,7 @@ def plans_of(rows: Sequence[Row], kept: Path | None) -> Plans:
 
 def predict_ms(plans: Plans, rows: Iterable[Row], profile: Profile) -> Array:
     """Simulated milliseconds."""
-    times = [simulate(*plans[row], profile, sums_early=False).step_time_ns / 1e6 for row in rows]
+    times = [simulate(*plans[row], profile, Overlap(Sums.LATE)).step_time_ns / 1e6 for row in rows]
     return np.array(times)
 
 

@@ -29,7 +29,7 @@ from autopar.profiler import load_profile
 from autopar.program import load_source, model_state
 from autopar.show.text import recompute_text
 from autopar.trace import trace
-from autopar.zero import selective_levels
+from autopar.zero import joined, selective_levels
 from models import gpt
 from tests.rank_pool import pool
 
@@ -91,7 +91,7 @@ def main() -> None:
     plans = {kind: template_of_graph(graph, mesh, dp=2, recompute=kind) for kind in ("none", "block", "full")}
     layers = [f"layers.{number}" for number in range(CONFIG.num_layers)]
     levels = selective_levels(graph, layers, partial(forward_ns, graph), "cpu")
-    plans |= {name: replace(plans["none"], recompute=again) for name, again in levels.items()}
+    plans |= {name: replace(plans["none"], recompute=joined(again)) for name, again in levels.items()}
     limit = int(plans["none"].predicted.peak_bytes * parser.parse_args().limit)
     chosen = [best_at(graph, plans, kinds, limit) for kinds in KINDS.values()]
     programs = [autopar.parallelize(model, mesh, batch, plan=plan) for plan in chosen]

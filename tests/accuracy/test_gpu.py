@@ -83,7 +83,7 @@ def test_what_is_not_understood_is_told(tmp_path: Path, change: dict[str, str], 
 def test_rows_are_predicted_or_listed(tmp_path: Path) -> None:
     rows = training_csv(
         tmp_path / "rows.csv", {"id": "known"}, {"id": "framework", "framework": "a software of its own"},
-        {"id": "gpu", "gpu": "MI300X"}, {"id": "cp", "cp": "2", "dp": "1"},
+        {"id": "gpu", "gpu": "MI300X"}, {"id": "ep", "ep": "2"},
         {"id": "again", "recompute": "full, 1 layers a stage"},
         {"id": "tp", "tp": "2", "dp": "1", "sequence_parallel": "1.0", "dp_sharding": "ddp"},
     )  # fmt: skip
@@ -94,7 +94,7 @@ def test_rows_are_predicted_or_listed(tmp_path: Path) -> None:
     assert all(row[columns.index("predicted_s")] > 0 and row[columns.index("predicted_GB")] > 0 for row in known)
     reasons = {name: reason for name, _, reason in written["not_predicted"]}
     assert "no profile is shipped of MI300X" in reasons["gpu"]
-    assert "context parallelism" in reasons["cp"]
+    assert "expert parallelism" in reasons["ep"]
 
 
 # Softwares ----------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,11 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import PlanError
+from autopar.families import faster_templates
+from autopar.request import BUDGETS, Request
+from autopar.rewrites import for_sequences
+from autopar.trace import trace
+from autopar.tunables import LONG_SEQUENCE
 from models import gpt, llama
 from tests.equivalence import pipelines
 from tests.equivalence.hard import Tensors, assert_equal, template
@@ -43,6 +49,12 @@ def built(name: str, length: int = 16) -> tuple[nn.Module, Tensors]:
         return hugging_face(transformers.LlamaConfig(**SIZES), length)
     if name == "hf_qwen3":
         return hugging_face(transformers.Qwen3Config(head_dim=8, **SIZES), length)
+    if name == "hf_mistral":
+        return hugging_face(transformers.MistralConfig(sliding_window=5, **SIZES), length)
+    if name == "hf_llama_packed":
+        model, batch = hugging_face(transformers.LlamaConfig(**SIZES), length)
+        positions = torch.cat([torch.arange(length // 3), torch.arange(length - length // 3)])
+        return model, batch | {"position_ids": positions.expand(2, -1).contiguous()}
     module: Any = {"gpt": gpt, "llama": llama}[name]
     config = module.Config(batch_size=2, seq_len=length, num_heads=4, hidden_size=32)
     return module.build(config), module.example_inputs(config)
@@ -57,6 +69,8 @@ CASES = [
     ("hf_llama", 16, {"cp": 2, "dp": 2}),
     ("hf_qwen3", 16, {"cp": 2, "zero": 3}),
     ("hf_llama", 15, {"cp": 2, "tp": 2, "recompute": "full"}),
+    ("hf_mistral", 16, {"cp": 2}),  # each position sees five
+    ("hf_llama_packed", 16, {"cp": 4}),  # two documents in each sequence
 ]
 
 
@@ -109,3 +123,28 @@ def test_what_cannot_be_split_is_refused(model: nn.Module, shape: Any, options: 
     loss = None if isinstance(model, Images) else torch.sum
     with pytest.raises(PlanError, match=said):
         autopar.template_plan(model, mesh, (torch.randn(shape),), cp=2, loss_fn=loss, **options)
+
+
+def test_what_the_search_looks_at_computes_the_same() -> None:
+    """Templates that split long sequences, of one sample, which no two ranks can share otherwise."""
+    config = gpt.Config(num_layers=2, seq_len=32, batch_size=1)
+    model, batch = gpt.build(config), gpt.example_inputs(config)
+    request = Request(autopar.Mesh("cpu", devices_per_node=4), "train", "adamw", None, (), BUDGETS["fast"])
+    graph, steps = for_sequences(trace(model, batch))
+    rows, found = faster_templates(graph, None, request, contexts=True)
+    assert {"zero=3, cp=4", "tp=2, zero=3, cp=2"} <= {row.template for row in rows}
+    best = min((made() for _, _, made in found), key=lambda plan: plan.predicted.step_time_ns)
+    plan = autopar.Plan.from_json(replace(best, substitutions=steps).to_json())
+    assert_equal(model, batch, autopar.parallelize(model, plan.mesh, batch, plan=plan))
+
+
+def test_long_sequences_alone_are_looked_at() -> None:
+    rows = []
+    for length in (LONG_SEQUENCE, LONG_SEQUENCE // 2):
+        config = gpt.Config(num_layers=1, seq_len=length, batch_size=1)
+        with torch.device("meta"):
+            model, batch = gpt.build(config), gpt.example_inputs(config)
+        mesh = autopar.Mesh("h100", devices_per_node=2)
+        plan = autopar.parallelize(model, mesh, batch, search="fast", check=False).plan
+        rows.append([row.template for row in plan.search.tried if row.template and "cp=2" in row.template])
+    assert rows[0] and not rows[1]

@@ -11,10 +11,11 @@ from autopar.errors import InfeasibleError
 from autopar.interop import StageKind, best_stages, equally_cut
 from autopar.interop.dp import NEVER, _Bounds, _Ranges
 from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, SCHEDULES, in_flight, turns
-from tests.oracles.stages import Row, exhaustive, objective, peak
+from tests.oracles.stages import Row, exhaustive, objective, peak, stayed
 
 TAKEN = {FORWARD: 1, BACKWARD: -1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1}
-ATTRIBUTES = ("time", "receive", "once", "reduce", "hide", "resident", "activation", "workspace")
+TIMES = ("time", "receive", "once", "reduce", "hide")
+ATTRIBUTES = (*TIMES, "resident", "travelling", "most_travelling", "activation", "workspace")
 
 
 def drawn(rng: random.Random, layers: int, devices: int, limit: int) -> list[Row]:
@@ -32,9 +33,10 @@ def drawn(rng: random.Random, layers: int, devices: int, limit: int) -> list[Row
 
 
 def kind(row: Row) -> StageKind:
-    arrays = {f"{name}_ns": np.array(row[name]) for name in ATTRIBUTES[:5]}
-    arrays |= {f"{name}_bytes": np.array(row[name]) for name in ATTRIBUTES[5:]}
-    arrays["waiting_bytes"] = arrays["second_bytes"] = arrays["split_ns"] = np.zeros_like(arrays["time_ns"])
+    arrays = {f"{name}_ns": np.array(row[name]) for name in TIMES}
+    arrays |= {f"{name}_bytes": np.array(row[name]) for name in ATTRIBUTES[len(TIMES) :]}
+    for name in ("last_ns", "gradient_bytes", "waiting_bytes", "second_bytes", "split_ns"):
+        arrays[name] = np.zeros_like(arrays["time_ns"])
     return StageKind(key=None, num_devices=row["devices"], memory_limit=row["limit"], **arrays)
 
 
@@ -133,7 +135,7 @@ def test_the_least_over_the_ends_that_bounds_allow(microbatches: int) -> None:
             for end in range(begin + 1, layers + 1):
                 one = sum(row["time"][begin:end]) + row["receive"][begin]
                 shown = max(0, sum(row["reduce"][begin:end]) - sum(row["hide"][begin:end]))
-                held = sum(row["resident"][begin:end]) + max(row["workspace"][begin:end])
+                held = stayed(row, begin, end)
                 held += under.num_in_flight * sum(row["activation"][begin:end])
                 bottleneck = (microbatches - 1) * one + sum(row["once"][begin:end]) + shown
                 if bottleneck <= under.bottleneck_ns and held <= row["limit"]:

@@ -44,13 +44,19 @@ def objective(rows: Sequence[Row], stages: list[tuple[int, int, int]], microbatc
     return sum(times) + max(ends)
 
 
+def stayed(row: Row, begin: int, end: int) -> int:
+    """Bytes a device of a stage beside the activations of microbatches."""
+    travelling = min(sum(row["travelling"][begin:end]), max(row["most_travelling"]))
+    return sum(row["resident"][begin:end]) + travelling + max(row["workspace"][begin:end])
+
+
 def peak(rows: Sequence[Row], stages: list[tuple[int, int, int]], microbatches: int, schedule: str) -> list[int]:
     """Bytes a device of each stage."""
     found = []
     for position, (begin, end, kind) in enumerate(stages):
         row = rows[kind]
         flying = held(schedule, position, len(stages), microbatches)
-        stays = sum(row["resident"][begin:end]) + max(row["workspace"][begin:end])
+        stays = stayed(row, begin, end)
         found.append(stays + flying * sum(row["activation"][begin:end]))
     return found
 

@@ -24,6 +24,7 @@ from autopar.staged.ways import Setting
 from autopar.substitute.backtracking import RESOLUTION
 from autopar.trace import find_blocks, trace
 from models import gpt
+from tests.oracles.frozen.cases import PROFILES
 
 PARTS = (1.0, 0.9, 0.75, 0.6, 0.5, 0.4)
 """Of the peak of the plan that is found without a limit."""
@@ -51,12 +52,15 @@ def request(mesh: autopar.Mesh, **pins: Any) -> Request:
     [
         (6, autopar.Mesh("cpu", devices_per_node=2), {"stages": 2, "microbatches": 4}),
         (6, autopar.Mesh("a100", nodes=2, devices_per_node=2), {"stages": 2}),
+        (6, autopar.Mesh(PROFILES["h100"], devices_per_node=2), {"stages": 1}),
     ],
     ids=str,
 )
-def test_a_looser_limit_never_gives_slower_stages(layers: int, mesh: autopar.Mesh, pins: dict[str, Any]) -> None:
+def test_a_looser_limit_never_gives_a_slower_plan(layers: int, mesh: autopar.Mesh, pins: dict[str, Any]) -> None:
     """Two stages of the first model took 240 ms with 60% of the free plan's memory and 212 ms with half of it: stages
-    that were cut to fit, and waited, kept what computes cheap operators again from being looked at."""
+    that were cut to fit, and waited, kept what computes cheap operators again from being looked at. One stage of the
+    last took 10.13 and 9.30 ms: what is computed again had no price there, and which plan was tried in branches, and
+    which template was known, depended on the limit."""
     model, asked = graph(layers), request(mesh, **pins)
     free = planned(model, asked)
     found: list[Plan] = []

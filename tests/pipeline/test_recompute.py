@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from unittest import mock
 
@@ -79,13 +80,14 @@ def test_what_does_not_fit_is_recomputed_as_far_as_it_takes(share: float) -> Non
     if plan.recompute:
         assert "recompute   layers.*" in str(plan) and "recomputation" in str(plan)
         assert "recompute: none | layers.*" in searched().diff(plan)
-        assert "Computed again in the backward pass" in plan.explain(plan.recompute[0])
+        assert "Computed again in the backward pass" in plan.explain("layers.0")
 
 
 def test_some_blocks_are_recomputed_where_that_is_enough() -> None:
     plan = searched(int(searched().predicted.peak_bytes * 0.7), autopar.Constraint(microbatches=1))
-    again = len(plan.recompute)
-    assert 0 < again < 6 and "recompute   layers.*" in str(plan) and f"×{again} of 6" in str(plan)
+    of_layer = Counter(name.split(".")[1] for name in plan.recompute)
+    assert plan.recompute and len({of_layer[str(layer)] for layer in range(6)}) == 2  # some more than others
+    assert "recompute   layers.*" in str(plan) and " of 6" in str(plan)
 
 
 def test_the_smallest_limit_is_that_of_a_recomputed_plan_and_can_be_met() -> None:

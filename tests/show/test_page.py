@@ -73,8 +73,12 @@ def shows(*plans: Any) -> pytest.MarkDecorator:
 @shows(staged)
 def test_the_page_says_what_the_plan_predicts(page: Page) -> None:
     values = [value.text for value in page.all(".figure .value")]
-    shown = time_text(staged().predicted.step_time_ns), bytes_text(staged().predicted.peak_bytes)
-    assert (values[0], values[1]) == shown
+    told = staged().predicted
+    assert told.step_time_interval_ns is not None and told.taken_bytes is not None
+    times = " to ".join(map(time_text, told.step_time_interval_ns))
+    assert values[:4] == [
+        time_text(told.step_time_ns), times, bytes_text(told.peak_bytes), bytes_text(told.taken_bytes)
+    ]  # fmt: skip
     assert "cut into 2 pipeline stages (1f1b), each dp=2 × tp=2" in page.one(".sentence").text.replace("\xa0", " ")
     stages = [row.text.replace("\xa0", " ") for row in page.all("#stages tbody tr")]
     assert "ranks 0–3" in stages[0] and "2 blocks, layers.2 to layers.3" in stages[1]

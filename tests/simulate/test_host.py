@@ -17,7 +17,7 @@ from autopar.ir.plan import Plan
 from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
-from autopar.simulate import Timeline, simulate
+from autopar.simulate import Overlap, Sums, Timeline, simulate
 from autopar.simulate.engine import Carried, Engine
 from autopar.trace import trace
 from models import gpt
@@ -38,8 +38,8 @@ def with_host(*times_ns: int) -> Profile:
     return replace(load_profile("h100"), host=Host(*times_ns, provenance=SOURCE), _shared={})
 
 
-def step(profile: Profile, sums_early: bool = True) -> Timeline:
-    return simulate(*planned(), profile, sums_early=sums_early)
+def step(profile: Profile, sums: Sums = Sums.EARLY) -> Timeline:
+    return simulate(*planned(), profile, Overlap(sums))
 
 
 def test_a_host_that_takes_no_time_changes_nothing() -> None:
@@ -84,10 +84,29 @@ def test_a_collective_is_launched_after_what_precedes_it() -> None:
 
 
 def test_gradients_that_are_summed_after_the_backward_pass_overlap_nothing() -> None:
-    early, late = step(load_profile("h100")), step(load_profile("h100"), sums_early=False)
+    early, late = step(load_profile("h100")), step(load_profile("h100"), sums=Sums.LATE)
     assert late.comm_bytes == early.comm_bytes
     assert late.step_time_ns >= early.step_time_ns
     last_backward = max(event.end_ns for event in late.events if event.kind == "backward")
     sums = [event for event in late.events if event.kind.startswith("gradient")]
     assert sums
     assert min(event.start_ns for event in sums) >= last_backward
+
+
+def test_gradients_in_buffers_of_their_own_are_not_waited_for() -> None:
+    """A step of few microbatches ends when the last buckets are home; until then, none of them stands in the way."""
+    config = gpt.Config(num_layers=2, hidden_size=512, num_heads=4, seq_len=32, vocab_size=64)
+    graph = trace(gpt.build(config), gpt.example_inputs(config))
+    plan = template_of_graph(graph, autopar.Mesh("h100", devices_per_node=4), dp=4, zero=1)
+    h100 = load_profile("h100")
+    links = {level: replace(link, bandwidth=1e9, bandwidth_by_ranks=()) for level, link in h100.links.items()}
+    slow = replace(h100, links=links, collectives={}, interference={}, _shared={})
+    steps = {sums: simulate(graph, plan, slow, Overlap(sums)) for sums in Sums}
+    waits = {sums: steps[sums].exposed["gradient reduce_scatter"] for sums in Sums}
+    backward = {
+        sums: max(event.end_ns for event in timeline.events if event.kind == "backward")
+        for sums, timeline in steps.items()
+    }
+    assert backward[Sums.LATE] == backward[Sums.BUFFERED] < backward[Sums.EARLY]
+    assert steps[Sums.BUFFERED].comm_bytes == steps[Sums.EARLY].comm_bytes
+    assert waits[Sums.BUFFERED] <= waits[Sums.EARLY] <= waits[Sums.LATE]

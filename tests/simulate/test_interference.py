@@ -12,7 +12,7 @@ from autopar.cost.profile import LEVELS, Interference
 from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
-from autopar.simulate import Timeline, simulate
+from autopar.simulate import Overlap, Sums, Timeline, simulate
 from autopar.simulate.engine import Carried, Engine
 from autopar.trace import trace
 from models import gpt
@@ -54,11 +54,11 @@ def slowed_by(profile: Profile, compute: float = 1.0, collective: float = 1.0) -
     return replace(profile, interference=both, _shared={})
 
 
-def step(profile: Profile, sums_early: bool = True, **layout: object) -> Timeline:
+def step(profile: Profile, sums: Sums = Sums.EARLY, **layout: object) -> Timeline:
     config = gpt.Config(num_layers=2, hidden_size=64, seq_len=32, vocab_size=64)
     graph = trace(gpt.build(config), gpt.example_inputs(config))
     plan = template_of_graph(graph, autopar.Mesh("h100", 1, 4), **layout)
-    return simulate(divided_graph(graph, plan.microbatches), plan, profile, sums_early=sums_early)
+    return simulate(divided_graph(graph, plan.microbatches), plan, profile, Overlap(sums))
 
 
 @pytest.mark.parametrize("zero", [1, 3])
@@ -74,5 +74,5 @@ def test_collectives_beside_compute_take_longer_and_those_that_stop_the_ranks_do
 
 def test_gradients_that_are_summed_after_the_backward_pass_are_beside_nothing() -> None:
     alone = slowed_by(load_profile("h100"))
-    times = [step(p, sums_early=False, dp=4).step_time_ns for p in (alone, slowed_by(alone, collective=2.0))]
+    times = [step(p, sums=Sums.LATE, dp=4).step_time_ns for p in (alone, slowed_by(alone, collective=2.0))]
     assert times[0] == times[1]

@@ -1,7 +1,7 @@
 """Predicted beside measured training iterations of GPUs, whole steps and peaks of memory.
 
-    python -m benchmarks.accuracy.gpu FILES… [--models CSV] [--source S] [--every N] [--cross-validate] [--fit ROUNDS]
-        [--odds] [--output FILE]
+    python -m benchmarks.accuracy.gpu FILES… [--models CSV] [--source S] [--every N] [--fast] [--cross-validate]
+        [--fit ROUNDS] [--odds] [--output FILE]
 
 FILES: CSVs of measured configurations (`rows`), plain or gzipped. Each row becomes the plan that `template_plan` makes
 of it, on the model as its software computes it (`decoder`), and is simulated with the shipped profile of its GPU joined
@@ -9,7 +9,7 @@ by its software's facts (`softwares`). Rows that cannot be expressed are listed 
 
 --fit goes on from the shipped constants (`fitting`), fits them to the rows whose time is known (of a grid, to runs that
 reach half of their cell's best), and writes softwares.json and the clocks in cost_profiles. --cross-validate fits
-without the rows of each model in turn, and reports the errors of these.
+without the rows of each model, and of each source, in turn, and reports the errors of these.
 
 Printed and written to --output: of each source the mean absolute error (MAPE), the median signed error, the worst, the
 rank correlation and the memory's error; how many rows lie in their 90% intervals (`odds`; --odds writes how sure steps
@@ -46,8 +46,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", type=Path, help="sizes of the models; by default models.csv beside each file")
     parser.add_argument("--source", default="", help="only rows whose source has this in its name")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th row of each file")
+    parser.add_argument("--fast", action="store_true", help="of a grid, only runs that reach half of their cell's best")
     parser.add_argument("--fit", type=int, default=0, metavar="ROUNDS", help="fit the constants and write them")
-    parser.add_argument("--cross-validate", action="store_true", help="leave out each model in turn")
+    parser.add_argument("--cross-validate", action="store_true", help="leave out each model and each source in turn")
     parser.add_argument("--odds", action="store_true", help="write the spread of whole steps into the profiles")
     parser.add_argument("--output", type=Path, help="a file for every row as JSON")
     options = parser.parse_args(arguments)
@@ -61,8 +62,14 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
     found = []
     for path in options.csv:
         rows = [row for row in read_rows(path, options.models) if options.source.lower() in row.source.lower()]
-        found += rows[:: options.every]
+        found += (reaching_half(rows) if options.fast else rows)[:: options.every]
     return found
+
+
+def reaching_half(rows: list[Row]) -> list[Row]:
+    """Without runs of a grid that are slower than half of their cell's best."""
+    fast = {item.row.id for item in fast_runs(Predicted(row) for row in rows)}
+    return [row for row in rows if not row.cell or row.id in fast]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     softwares, rows = read_softwares(), rows_of(options)
     profiles = profiles_of(rows)
     items: Iterable[Planned] = planned(rows, softwares)
-    left_out: dict[str, float] = {}
+    left_out: dict[str, dict[str, float]] = {}
     if options.fit or options.cross_validate:
         items = list(items)
         chosen = worth_fitting(items)
@@ -83,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     seconds = round(time.process_time() - started)
     print(printed(predictions, left_out, seconds))
     if options.odds:
-        write_steps(PROFILES, steps_blocks(predictions, left_out))
+        write_steps(PROFILES, steps_blocks(predictions, left_out.get("model", {})))
     if options.output:
         command = " ".join([*(path.name for path in options.csv), *_flags(options)])
         options.output.write_text(written(predictions, left_out, command, seconds), encoding="utf-8")
@@ -93,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _flags(options: argparse.Namespace) -> list[str]:
     given = {"--source": options.source, "--every": options.every if options.every > 1 else ""}
     found = [f"{name} {value}" for name, value in given.items() if value]
-    return [*found, *(["--cross-validate"] if options.cross_validate else [])]
+    return [*found, *(["--fast"] if options.fast else []), *(["--cross-validate"] if options.cross_validate else [])]
 
 
 def worth_fitting(items: Iterable[Planned]) -> list[Planned]:

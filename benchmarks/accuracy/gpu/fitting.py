@@ -14,7 +14,7 @@ is of a row, a model or a source.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from autopar.cost.profile import Host, Provenance
 from benchmarks.accuracy.fitting import Array, gauss_newton_step
 from benchmarks.accuracy.gpu.plans import profile_name
 from benchmarks.accuracy.gpu.predictions import Planned, predict
+from benchmarks.accuracy.gpu.rows import Row
 from benchmarks.accuracy.gpu.softwares import Software, software_of
 
 HOST = {"operator_ns": 40e3, "gradient_ns": 20e3, "collective_ns": 50e3, "pass_ns": 1e6}
@@ -127,20 +128,35 @@ def fit(
     return with_values(constants, logs, softwares, profiles, source)
 
 
+LEFT_OUT: Mapping[str, Callable[[Row], str]] = {"model": lambda row: row.model, "source": lambda row: row.source}
+"""What rows are left out together by, in turn."""
+
+
 def cross_validated(
     items: Sequence[Planned], softwares: tuple[Software, ...], profiles: Mapping[str, Profile]
-) -> dict[str, float]:
-    """Relative errors of measured rows by their ids, each under constants fitted without the rows of its model.
+) -> dict[str, dict[str, float]]:
+    """Relative errors of measured rows by their ids, each under constants fitted without the rows of its model; and
+    without those of its source.
 
     To first order: errors and derivatives are those at the given constants; a fit is one damped step from there.
     """
     constants = constants_for(items, softwares)
     logs = values_of(constants, softwares, profiles)
     errors, slopes = jacobian(constants, logs, items, softwares, profiles)
-    models = np.array([item.row.model for item in items])
-    found = {}
-    for model in sorted(set(models)):
-        others = models != model
+    return {
+        what: _left_out([key(item.row) for item in items], items, constants, logs, errors, slopes)
+        for what, key in LEFT_OUT.items()
+    }
+
+
+def _left_out(
+    keys: Sequence[str], items: Sequence[Planned], constants: Sequence[Constant], logs: Array, errors: Array,
+    slopes: Array,
+) -> dict[str, float]:  # fmt: skip
+    """Errors by the rows' ids, each under constants fitted to rows of other keys."""
+    names, found = np.array(keys), dict[str, float]()
+    for name in sorted(set(keys)):
+        others = names != name
         moved = stepped(logs, errors[others], slopes[others], constants) - logs
         own = np.expm1(errors[~others] + slopes[~others] @ moved)
         held = (item for item, is_other in zip(items, others, strict=True) if not is_other)

@@ -26,6 +26,7 @@ from autopar.ir.recompute import operator_call
 from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
+from autopar.rewrites import graph_of
 from autopar.trace import trace
 from benchmarks.accuracy.gpu import decoder
 from benchmarks.accuracy.gpu.rows import NVLINK_DOMAIN, Row
@@ -75,8 +76,6 @@ def reason_against(row: Row, softwares: tuple[Software, ...]) -> str:
     assert row.sizes is not None  # else it is unknown
     if row.sizes.num_experts:
         return "experts: routing and grouped products are not in the decoder of this benchmark"
-    if row.cp > 1:
-        return "cp: template_plan has no context parallelism"
     if row.ep > 1:
         return "ep: template_plan has no expert parallelism"
     if "multi-latent" in row.other or "lora" in row.other.lower():
@@ -190,12 +189,12 @@ def plan_of(graph: Graph, row: Row, software: Software) -> tuple[Graph, Plan]:
     plan = template_of_graph(
         graph, mesh, dp=row.dp, tp=row.tp, pp=row.pp, microbatches=row.microbatches, layers=stage_layers(row, software),
         schedule="interleaved" if row.vp > 1 else "1f1b", chunks=max(2, row.vp),
-        sequence_parallel=row.sequence_parallel and row.tp > 1, zero=row.zero if row.dp > 1 else 0,
+        sequence_parallel=row.sequence_parallel and row.tp > 1, cp=row.cp, zero=row.zero if row.dp > 1 else 0,
         hsdp=row.hsdp if is_sharded else 1, recompute=row.recompute, optimizer="adamw",
         precision=None if row.precision == "fp32" else "bf16", memory_limit=ANY_MEMORY,
         constraints=decoder.constraints(row.tp, row.sequence_parallel),
     )  # fmt: skip
-    part = divided_graph(graph, row.microbatches)
+    part = divided_graph(graph_of(plan, graph), row.microbatches)
     if row.again:
         plan = replace(plan, recompute=layers_again(plan, part, row.again))
     if software.regathers and row.sequence_parallel and row.tp > 1 and plan.recompute == ():

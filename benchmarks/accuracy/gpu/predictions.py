@@ -13,7 +13,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.placement import local_shape
 from autopar.ir.plan import Plan
 from autopar.odds import operators_variance
-from autopar.simulate import Timeline, simulate
+from autopar.simulate import Overlap, Sums, Timeline, simulate
 from autopar.simulate import predict as told_of
 from autopar.simulate.engine import Sent
 from benchmarks.accuracy.gpu.plans import graphs, plan_of, profile_name, reason_against
@@ -73,7 +73,7 @@ def predict(item: Planned, softwares: tuple[Software, ...], profiles: Mapping[st
         return Predicted(row, reason=item.reason)
     software = software_of(row.framework, softwares)
     profile = used_profile(profiles[profile_name(row.gpu)], software, row.precision, row.network)
-    timeline = simulate(item.graph, item.plan, profile, sums_early=row.zero not in software.late_sums)
+    timeline = simulate(item.graph, item.plan, profile, overlap_of(row, software))
     late = late_gathers_ns(timeline) if row.zero in software.late_gathers else 0
     seconds = (timeline.step_time_ns + late + software.step_ns) / 1e9
     variance = operators_variance(replace(item.plan, predicted=told_of(timeline)), item.graph, profile)
@@ -92,6 +92,12 @@ def held(item: Planned, software: Software, timeline: Timeline, profile: Profile
     return Predicted(
         row, reserved_bytes=told, fits=odds > EVEN, is_tight=share > memory.tight_share, fits_probability=odds
     )
+
+
+def overlap_of(row: Row, software: Software) -> Overlap:
+    """What a row's software sends beside computation."""
+    early = Sums.BUFFERED if software.keeps_sums else Sums.EARLY
+    return Overlap(Sums.LATE if row.zero in software.late_sums else early, software.cuts_activations)
 
 
 def late_gathers_ns(timeline: Timeline) -> int:

@@ -16,14 +16,16 @@ from benchmarks.accuracy.gpu.scores import Figures, by_cell, by_source, by_sourc
 
 GB = 10**9
 COUNTS = ("rows", "memory rows", "cells", "cells of 10 runs or more", "runs that did not finish")
+LeftOut = Mapping[str, Mapping[str, float]]
 PLAIN = ("spearman", "least spearman")
 
 
-def printed(items: Sequence[Predicted], left_out: Mapping[str, float], seconds: int) -> str:
+def printed(items: Sequence[Predicted], left_out: LeftOut, seconds: int) -> str:
     """Tables by source and by cell, and the reasons of what was not predicted. left_out: errors of rows by their ids,
-    under constants that were fitted without them."""
-    parts = [_table("source", by_source(items)), _table("model left out", by_source_left_out(items, left_out))]
-    parts += [_table("cell", by_cell(items)), calibration(items, left_out), ""]
+    under constants that were fitted without them, by what was left out together."""
+    parts = [_table("source", by_source(items))]
+    parts += [_table(f"{what} left out", by_source_left_out(items, errors)) for what, errors in left_out.items()]
+    parts += [_table("cell", by_cell(items)), calibration(items, left_out.get("model", {})), ""]
     parts += [f"{name}: {_text(name, value)}" for name, value in of_grid(items).items()]
     parts += ["", "not predicted:", *_reasons(items)] if any(item.reason for item in items) else []
     return "\n".join([*filter(None, parts), f"{len(scored(items))} rows; {seconds} s of processor time"])
@@ -56,7 +58,7 @@ def _reasons(items: Sequence[Predicted]) -> list[str]:
 # The file ----------------------------------------
 
 
-def written(items: Sequence[Predicted], left_out: Mapping[str, float], files: str, seconds: int) -> str:
+def written(items: Sequence[Predicted], left_out: LeftOut, files: str, seconds: int) -> str:
     """The JSON of --output, every row in it."""
     rows = [_row(item) for item in items if not item.reason]
     reasons = [[item.row.id, item.row.source, item.reason] for item in items if item.reason]
@@ -68,7 +70,7 @@ def written(items: Sequence[Predicted], left_out: Mapping[str, float], files: st
         "date": datetime.date.today().isoformat(),
         "processor_seconds": seconds,
         "sources": by_source(items),
-        "models_left_out": by_source_left_out(items, left_out),
+        "left_out": {what: by_source_left_out(items, errors) for what, errors in left_out.items()},
         "cells": by_cell(items),
         "grid": of_grid(items),
         "rows": [columns, *rows],

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost.profile import Curve, Host, OperatorCurve, Profile, Provenance
-from autopar.cost.tables import Table
+from autopar.profiler.published.attention import with_kernel
 from autopar.profiler.text import profile_text
 
+HOPPER = ("h100", "h200")  # begins of the names of profiles
 TABLE = Path(__file__).with_name("softwares.json")
 
 
@@ -24,10 +25,13 @@ class Software:
     matches: a regular expression on a row's framework; the first entry that matches counts, the last one matches all.
     model: what its models are made of, beside sizes (fields of `decoder.Config`). late_sums, late_gathers: the kinds of
     ZeRO with which gradients are summed after the backward pass, and parameters gathered while nothing is computed.
-    keeps_sums: float32 sums of the gradients are in memory all the time. regathers: the norms of a layer after which
+    keeps_sums: float32 sums of the gradients are in memory all the time. cuts_activations: as in
+    `autopar.simulate.Overlap`. attention: its kernel, where that is not the newest that the device's profile knows
+    ("flash2"). regathers: the norms of a layer after which
     sequence parallelism gathers, and gathers again in the backward pass. cut: how layers are given to stages, "even" or
     "threshold" (`by_threshold`). slowdowns: by family of operators, how many times as long as the device's curve they
-    take: that is of one kernel a call, where a software may need several. step_ns: what it does once a step while the
+    take: that is of one kernel a call, where a software may need several; on_hopper: how many times that again on these
+    devices, where its kernels are of Ampere's instructions. step_ns: what it does once a step while the
     device waits. host: what launching costs, as in `autopar.cost.profile.Host`.
     """
 
@@ -37,23 +41,31 @@ class Software:
     late_sums: tuple[int, ...]
     late_gathers: tuple[int, ...]
     keeps_sums: bool
+    cuts_activations: bool
+    attention: str
     regathers: tuple[str, ...]
     cut: str
     slowdowns: Mapping[str, float]
+    on_hopper: Mapping[str, float]
     step_ns: int
     host: Host | None
     provenance: Provenance
 
     def on(self, profile: Profile) -> Profile:
         """The device's profile as this software uses it."""
-        own = {family: profile.curve(family) for family in self.slowdowns}
-        slower = {family: _slower(curve, family, self.slowdowns[family]) for family, curve in own.items()}
-        tables = {name: self._slower_table(table) for name, table in profile.tables.items()}
+        profile = with_kernel(profile, self.attention) if self.attention else profile
+        times = self._slowdowns_on(profile)
+        slower = {family: _slower(profile.curve(family), family, slowdown) for family, slowdown in times.items()}
+        tables = {
+            name: replace(table, unit_ns=table.unit_ns * times.get(table.family, 1.0))
+            for name, table in profile.tables.items()
+        }
         operators = {**profile.operators, **slower}
         return replace(profile, host=self.host, operators=operators, tables=tables, _shared={})
 
-    def _slower_table(self, table: Table) -> Table:
-        return replace(table, unit_ns=table.unit_ns * self.slowdowns.get(table.family, 1.0))
+    def _slowdowns_on(self, profile: Profile) -> dict[str, float]:
+        more = self.on_hopper if profile.name.startswith(HOPPER) else {}
+        return {family: slowdown * more.get(family, 1.0) for family, slowdown in self.slowdowns.items()}
 
 
 def _slower(curve: OperatorCurve, family: str, times: float) -> OperatorCurve:

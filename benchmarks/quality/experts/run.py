@@ -27,6 +27,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.recompute import again_text
 from autopar.ir.schedule import SCHEDULES
+from autopar.ir.tried import Tried
 from autopar.pipeline import planned_jointly
 from autopar.request import BUDGETS, Request
 from autopar.tunables import USAGE_ABOVE
@@ -107,11 +108,22 @@ def searched(row: Row, graph: Graph, search: str) -> dict[str, Any]:
     """What the search finds for a row's request."""
     began = time.process_time()
     plan = planned_jointly(graph, Request(row.mesh, "train", "adamw", None, (), BUDGETS[search]))[1]
+    for one in plan.search.tried if plan.search else ():
+        print(*(_simulated(one) if one.step_time_ns and one.peak_bytes else ()), end="", flush=True)
     return {
         "step_time_ns": plan.predicted.step_time_ns, "peak_bytes": plan.predicted.peak_bytes,
         "processor_s": round(time.process_time() - began, 1), "plan": _told(plan),
         "profile": profile_told(row.mesh.profile), "date": date.today().isoformat(),
     }  # fmt: skip
+
+
+def _simulated(one: Tried) -> Iterator[str]:
+    """A line of what was simulated of a plan, beside its estimate where there was one."""
+    what = one.template or f"{one.stages} submeshes of {one.mesh}, {one.schedule}, recompute={one.recompute}"
+    yield f"  {one.step_time_ns / 1e9:.3f} s, {one.peak_bytes / 1e9:.1f} GB: {what}, {one.microbatches} microbatches"
+    if one.estimated_ns and one.estimated_bytes:
+        yield f"(estimated {one.estimated_ns / 1e9:.3f} s, {one.estimated_bytes / 1e9:.1f} GB)"
+    yield "\n"
 
 
 def _none(grid: dict[str, Any]) -> str:

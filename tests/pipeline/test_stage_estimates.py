@@ -1,0 +1,48 @@
+"""Estimates of stages, each layer of which is played alone, beside what the simulator says of the whole plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+import autopar
+from autopar.ir.mesh import make_axes
+from autopar.profiler import load_profile
+from autopar.request import Request, SearchBudget
+from autopar.staged.finalists import Finalists
+from autopar.staged.layered import Layered
+from autopar.staged.search import StagedSearch
+from autopar.staged.ways import Setting
+from autopar.trace import find_blocks, trace
+from models import gpt
+from tests.oracles.frozen.cases import PROFILES
+
+
+@cache
+def search() -> StagedSearch:
+    """Of layers large enough that gathers take about as long as what is computed, on two nodes of four devices."""
+    config = gpt.Config(1024, 1024, num_layers=16, hidden_size=2048, num_heads=16, batch_size=64)
+    with torch.device("meta"):
+        graph = trace(gpt.build(config).bfloat16(), gpt.example_inputs(config))
+    mesh = autopar.Mesh(PROFILES["h100"], nodes=2, devices_per_node=4)
+    request = Request(mesh, "train", "adamw", None, (), SearchBudget(60.0))
+    return StagedSearch(Layered(graph, find_blocks(graph), request, load_profile(mesh.profile)))
+
+
+@pytest.mark.parametrize("zero", (1, 2, 3))
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 8), ("interleaved", 2)])
+def test_steps_and_peaks(zero: int, schedule: str, microbatches: int) -> None:
+    """Gathers that the layer before hides, gradients on their way, which few are at a time, the last backward passes,
+    which wait for these, one stage after the other, and gradients that are not there while most is in flight."""
+    found, finalists = search(), Finalists(search(), [], lambda row: None)
+    free = Setting(make_axes(("dp",), (4,)), 4, 2, microbatches)
+    setting = replace(free, zero=zero)
+    fastest = found.layered.place_of(setting).placements.trade_offs(2, *found.looks.solver).fastest()
+    every = [one for one in found.looks.staged(setting, fastest, "none") if one.schedule == schedule]
+    candidate = max(every, key=lambda one: len(one.ways))
+    played = finalists._simulated(candidate)
+    assert candidate.step_ns == pytest.approx(played.step_time_ns, rel=0.05)
+    assert 0.97 * played.peak_bytes <= candidate.peak_bytes <= 1.05 * played.peak_bytes
