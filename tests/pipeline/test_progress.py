@@ -14,6 +14,7 @@ import autopar
 from autopar.clock import is_interrupted
 from autopar.progress import reporting, reporting_passes
 from models import mlp
+from tests.oracles.frozen.cases import PROFILES
 
 
 class Terminal(io.StringIO):
@@ -46,7 +47,7 @@ def test_each_logical_mesh_is_reported_to_the_function() -> None:
 def test_stages_are_reported_too() -> None:
     lines: list[str] = []
     model, batch = mlp.build(mlp.Config()), mlp.example_inputs(mlp.Config())
-    autopar.parallelize(model, autopar.Mesh("h100", devices_per_node=2), batch, progress=lines.append)
+    autopar.parallelize(model, autopar.Mesh(PROFILES["h100"], devices_per_node=2), batch, progress=lines.append)
     found = [line.partition(":")[0] for line in lines if not line.startswith("soap: ")]
     assert found == ["trace", "2 stages of 1", "stage", "mesh 2", "mesh 2", "place", "template", "refine", "emit"]
 
