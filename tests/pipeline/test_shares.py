@@ -165,7 +165,7 @@ def test_each_microbatch_is_shared_out_in_whole_rows() -> None:
 def with_memory(kind: str, capacity: int) -> dict[str, Profile]:
     profiles = profiles_of(MESH)
     facts = replace(profiles[kind].facts, capacity_bytes=capacity, reserve_bytes=0)
-    return profiles | {kind: replace(profiles[kind], facts=facts, _shared={})}
+    return profiles | {kind: replace(profiles[kind], facts=facts, memory=None, _shared={})}
 
 
 def test_a_rank_gets_no_more_rows_than_its_memory_holds() -> None:

@@ -98,7 +98,7 @@ def test_first_stages_are_on_the_larger_memory() -> None:
 def with_memory(kind: str, capacity: int) -> dict[str, Profile]:
     profiles = profiles_of(MESH)
     facts = replace(profiles[kind].facts, capacity_bytes=capacity, reserve_bytes=0)
-    return profiles | {kind: replace(profiles[kind], facts=facts, _shared={})}
+    return profiles | {kind: replace(profiles[kind], facts=facts, memory=None, _shared={})}
 
 
 def stages(profiles: dict[str, Profile]) -> UnequalStages:
