@@ -223,12 +223,15 @@ class Family:
         return True
 
     def _look_less_sharded(self, one: Template, sharded: Plan, usage: int) -> None:
-        """usage: estimate of the plan with ZeRO-3."""
+        """usage: estimate of the plan with ZeRO-3. What does not fit may, where what is cheap is computed again."""
         if sharded.predicted.step_time_ns > NEAR_SHARDED * self.best_ns or one.zero < 3:
             return
         beyond = sharded.predicted.peak_bytes - usage
         for zero in (1, 0) if one.microbatches == 1 else (2, 1):
-            if self._look(replace(one, zero=zero), beyond if zero else None) is None:
+            less = replace(one, zero=zero)
+            if self._look(less, beyond if zero else None) is None:
+                if self.request.mode == "train" and one.recompute == "none":
+                    self._look(replace(less, recompute="selective"))
                 break
 
     def _recomputations(
