@@ -14,7 +14,6 @@ from autopar.ir.placement import S, Type
 from autopar.ir.schedule import PLAIN, SCHEDULES
 from autopar.ir.structure import batch_inputs
 from autopar.microbatch import sequence_types
-from autopar.ops.call import call_of
 from autopar.ops.table import operator
 from autopar.zero import KINDS, KINDS_TEXT, joined, recomputable
 
@@ -194,21 +193,19 @@ def positions(graph: Graph, blocks: SomeBlocks, cp: int) -> dict[str, Type]:
 
 
 def _check_sequences(graph: Graph, sequence: Mapping[str, Type], cp: int) -> None:
-    """That there is attention, all of it over positions of inputs, and without dropout of its weights. Raises PlanError
-    with node and source line."""
+    """That there is attention, all of it over positions of inputs. Raises PlanError, with node and source line."""
     nodes = attention_nodes(graph)
     if not nodes:
         raise PlanError(
-            f"expected attention operators (torch.nn.functional.scaled_dot_product_attention) with cp={cp}, "
-            'found none. Hugging Face\'s models have them with attn_implementation="sdpa"; or use cp=1 with dp or tp.'
+            f"expected attention operators (torch.nn.functional.scaled_dot_product_attention) with cp={cp}, found "
+            "none; with dropout of its weights, attention is several operators. Use an attention dropout of 0, and of "
+            'Hugging Face\'s models attn_implementation="sdpa"; or cp=1 with dp or tp.'
         )
     for node in nodes:
         own = sequence.get(node.results[0])
-        dropout = float(call_of(graph, node).arguments.get("dropout_p", 0.0))
-        if own is None or own.kind != "S" or dropout:
-            why = f"dropout of its weights ({dropout:g})" if dropout else "queries that do not follow dim 1 of an input"
-            remedy = "Use a dropout of 0 in attention" if dropout else "Give forward its sequence as dim 1 of an input"
+        if own is None or own.kind != "S":
             raise PlanError(
-                f"expected attention over positions of an input, without dropout, with cp={cp}, found {why} in "
-                f"{node.name} ({node.op}) at {node.source or 'an unknown line'}. {remedy}, or use cp=1 with dp or tp."
+                f"expected attention over positions of an input with cp={cp}, found queries that do not follow dim 1 "
+                f"of an input in {node.name} ({node.op}) at {node.source or 'an unknown line'}. Give forward its "
+                "sequence as dim 1 of an input, or use cp=1 with dp or tp."
             )

@@ -115,6 +115,9 @@ MIXED_COUNTS = 2
 """Numbers of microbatches that are looked at, the best first: a dynamic programme or two for each."""
 MIXED_SIZES = 4
 """Submeshes of sizes within this factor of the best's are mixed: others are far off, and each size has its tables."""
+EVEN = 0.95
+"""Of the slowest stage's time, what stages of one size take in the mean where other sizes could gain little. Nearer to
+1, two more problems are solved for little; at 0.8, a layer in five may be waited for."""
 MIXED_ROUNDS = 8
 """Bottlenecks that one dynamic programme is run for. Halved, its bound is less tight."""
 MOST_STAGES = 64

@@ -8,16 +8,29 @@ compute layers again, as many layers of each as memory allows compute less again
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from autopar.clock import Clock
 from autopar.errors import InfeasibleError
 from autopar.interop import ChosenStage, StageKind, best_stages
+from autopar.interop.submeshes import logical_shapes, submesh_sizes
 from autopar.ir.schedule import PLAIN, SCHEDULES, in_flight
 from autopar.staged.chunked import chunks_keeping_more
 from autopar.staged.layered import Layered
-from autopar.staged.ways import EstimatedStages, StageStrategy, hidden_bubble, in_two_parts, largest_peak
-from autopar.tunables import KEPT_MORE, MIXED_COUNTS, MIXED_ROUNDS, MIXED_SHARE, MIXED_SIZES, MOST_STAGES
+from autopar.staged.ways import EstimatedStages, Setting, StageStrategy, hidden_bubble, in_two_parts, largest_peak
+from autopar.tunables import (
+    EVEN,
+    KEPT_MORE,
+    MIXED_COUNTS,
+    MIXED_ROUNDS,
+    MIXED_SHARE,
+    MIXED_SIZES,
+    MOST_STAGES,
+    SOLVE_SHARE,
+)
 
 
 def mixed(layered: Layered, found: Sequence[EstimatedStages], clock: Clock) -> list[EstimatedStages]:
@@ -66,7 +79,29 @@ def _ways(layered: Layered, found: Sequence[EstimatedStages]) -> list[StageStrat
         best.setdefault(candidate.ways[0].setting.num_devices, candidate.ways[0])
     size = next(iter(best), 1)
     near = [way for devices, way in best.items() if size <= devices * MIXED_SIZES and devices <= size * MIXED_SIZES]
+    if len(near) == 1 and _is_uneven(layered, fitting[0]):
+        near += _of_other_sizes(layered, near[0].setting)
     return [replace(way, recompute=name) for way in near for name in layered.recomputations]
+
+
+def _is_uneven(layered: Layered, candidate: EstimatedStages) -> bool:
+    """Whether stages wait for the slowest so long that others of another size may gain something."""
+    of_layer, (_, kind) = np.array(candidate.stage_of_layer), layered.layers_of(candidate)
+    times = [int(kind(way).time_ns[of_layer == number].sum()) for number, way in enumerate(candidate.ways)]
+    return sum(times) < EVEN * len(times) * max(times)
+
+
+def _of_other_sizes(layered: Layered, setting: Setting) -> Iterator[StageStrategy]:
+    """The fastest placements on submeshes of half and twice the size, which may be too slow for all stages alike, so
+    that bounds of these left them out, and right for one."""
+    mesh, least, budget = layered.request.mesh, next(iter(layered.recomputations)), layered.request.budget
+    sizes = {setting.num_devices // 2, 2 * setting.num_devices} & {*submesh_sizes(mesh, layered.layers.count)}
+    for size in sorted(sizes - {mesh.num_devices}):
+        axes = logical_shapes(size, mesh.devices_per_node)[-1]
+        other = Setting(axes, size, mesh.num_devices // size, setting.microbatches)
+        with suppress(InfeasibleError):
+            curve = layered.place_of(other).placements.trade_offs(1, SOLVE_SHARE * budget.seconds, budget.seed)
+            yield StageStrategy(other, curve.fastest(), least)
 
 
 def _candidates(

@@ -115,6 +115,7 @@ class Images(nn.Module):
     [
         (Images(), (2, 8, 4, 4), {}, "queries that do not follow dim 1"),
         (nn.Linear(4, 4), (2, 8, 4), {}, "expected attention operators"),
+        (Images(dropout=0.1), (2, 8, 8), {}, "Use an attention dropout of 0"),
         (Images(), (2, 8, 8), {"context": "circle"}, "expected context as one of gather, heads"),
     ],
 )

@@ -19,10 +19,11 @@ from autopar.profiler import load_profile
 from autopar.request import Request, SearchBudget
 from autopar.staged.finalists import Finalists, first_ranks
 from autopar.staged.layered import Layered
-from autopar.staged.mixing import _candidates, keeping_more, mixed
+from autopar.staged.mixing import _candidates, _ways, keeping_more, mixed
 from autopar.staged.search import StagedSearch
 from autopar.trace import find_blocks, trace
 from models import gpt
+from tests.oracles.frozen.cases import PROFILES
 
 MESH = autopar.Mesh("cpu", devices_per_node=4)
 
@@ -71,6 +72,16 @@ def test_mixing_finds_nothing_slower_than_what_all_alike_allow() -> None:
     for candidate in mixed(search.layered, found, search.clock):
         alike = [c.step_ns for c in found if c.schedule == "1f1b" and c.microbatches == candidate.microbatches]
         assert candidate.step_ns <= min(alike) or len(set(candidate.recompute)) > 1
+
+
+def test_where_stages_of_one_size_wait_others_are_looked_at_too() -> None:
+    """On devices that share no cores bounds leave out sizes that are slower for all stages alike."""
+    mesh = autopar.Mesh(PROFILES["h100"], devices_per_node=4)
+    request = Request(mesh, "train", "adamw", None, (autopar.Constraint(microbatches=8),), SearchBudget(60.0))
+    layered = Layered(graph(), find_blocks(graph()), request, load_profile(mesh.profile))
+    found = StagedSearch(layered).run(lambda _: None)
+    of_one = [c for c in found if c.ways[0].setting.num_devices == 1]  # five layers in four stages
+    assert of_one and {way.setting.num_devices for way in _ways(layered, of_one)} == {1, 2}
 
 
 @pytest.mark.parametrize("schedule, stages", [("1f1b", 2), ("interleaved", 4), ("interleaved", 6)])

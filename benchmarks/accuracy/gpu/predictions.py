@@ -75,9 +75,17 @@ def predict(item: Planned, softwares: tuple[Software, ...], profiles: Mapping[st
     profile = used_profile(profiles[profile_name(row.gpu)], software, row.precision, row.network)
     timeline = simulate(item.graph, item.plan, profile, overlap_of(row, software))
     late = late_gathers_ns(timeline) if row.zero in software.late_gathers else 0
-    seconds = (timeline.step_time_ns + late + software.step_ns) / 1e9
+    seconds = (timeline.step_time_ns + late) / 1e9 + once_a_step_s(item.graph, item.plan, software, profile)
     variance = operators_variance(replace(item.plan, predicted=told_of(timeline)), item.graph, profile)
     return replace(held(item, software, timeline, profile), seconds=seconds, operators_variance=variance)
+
+
+def once_a_step_s(graph: Graph, plan: Plan, software: Software, profile: Profile) -> float:
+    """What a software does once a step while the device waits, on the rank with most gradients."""
+    if not software.step_passes:
+        return software.step_ns / 1e9
+    most = max(sums_bytes(graph, plan, rank) for rank in {stage.first_rank for stage in plan.stages})
+    return software.step_ns / 1e9 + software.step_passes * most / profile.facts.memory_bandwidth
 
 
 def held(item: Planned, software: Software, timeline: Timeline, profile: Profile) -> Predicted:

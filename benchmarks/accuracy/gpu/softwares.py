@@ -31,8 +31,9 @@ class Software:
     sequence parallelism gathers, and gathers again in the backward pass. cut: how layers are given to stages, "even" or
     "threshold" (`by_threshold`). slowdowns: by family of operators, how many times as long as the device's curve they
     take: that is of one kernel a call, where a software may need several; on_hopper: how many times that again on these
-    devices, where its kernels are of Ampere's instructions. step_ns: what it does once a step while the
-    device waits. host: what launching costs, as in `autopar.cost.profile.Host`.
+    devices, where its kernels are of Ampere's instructions. step_ns: what it does once a step
+    while the device waits; step_passes: beside that, how often it goes over the rank's gradients in float32, which it
+    clips, casts and copies one by one. host: what launching costs, as in `autopar.cost.profile.Host`.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Software:
     slowdowns: Mapping[str, float]
     on_hopper: Mapping[str, float]
     step_ns: int
+    step_passes: float
     host: Host | None
     provenance: Provenance
 
