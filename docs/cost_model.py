@@ -277,17 +277,11 @@ def _collective_checks(
 def _operator_checks(gpu: str) -> Iterator[tuple[str, ...]]:
     """Of shapes that were left out, median and 90th percentile."""
     by = "`python -m benchmarks.accuracy.gpu_operators FOLDER --cross-validate`"
-    for family, size, targets in (
-        ("products", "m, n, k of 256 or more", (0.04, 0.12)),
-        ("products", "all", (0.08, 0.25)),
-        ("attention, causal", "all", (0.06, 0.20)),
-    ):
-        for row in _read("gpu_operators")["rows"]:
-            wanted = gpu, "bfloat16", family, size, ""
-            if tuple(row[name] for name in ("gpu", "dtype", "family", "size", "software")) == wanted:
-                for name, target in zip(("median", "p90"), targets, strict=True):
-                    what = f"{gpu}, {family}, bfloat16, {size}: {name}"
-                    yield what, f"{row['rows']:,}", *_verdict(row[name], target), by
+    for row in _read("gpu_operators")["rows"]:
+        if row["gpu"] == gpu and row["target"] and not row["software"]:
+            for name, target in zip(("median", "p90"), row["target"], strict=True):
+                what = f"{gpu}, {row['family']}, bfloat16, {row['size']}: {name}"
+                yield what, f"{row['rows']:,}", *_verdict(row[name], target), by
 
 
 def _read(name: str) -> Any:

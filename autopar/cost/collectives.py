@@ -6,7 +6,7 @@ Byte conventions are those of `ir.redistribution.transfer_bytes`.
 
 | collective     | algorithms, of which the cheapest counts |
 |----------------|------------------------------------------|
-| all_reduce     | ring σ + 2(p−1)α + 2(p−1)/p·bβ + bγ; double tree σ + 2⌈log₂p⌉α + 2bβ + bγ; hierarchical |
+| all_reduce     | ring σ + 2(p−1)α + 2(p−1)/p·bβ + bγ; double tree σ + 2⌈log₂p⌉α + 2bβ + bγ; of nodes; hierarchical |
 | all_gather, reduce_scatter | ring σ + (p−1)α + (p−1)/p·bβ + bγ/2; hierarchical |
 | all_to_all     | pairwise σ + (p−1)α + (p−1)/p·bβ; Bruck σ + ⌈log₂p⌉α + ⌈log₂p⌉/2·bβ; two-level |
 | send           | σ + α + bβ; k messages to several ranks σ + kα + bβ |
@@ -16,6 +16,11 @@ formula (`_likened_ns`).
 
 A link may have two protocols, as NCCL's do: one of cheap messages, one of full bandwidth. Each algorithm takes the
 better one at its size.
+
+Tree of nodes (NCCL's, so of GPUs): a chain of a node's ranks hangs from each, so σ + 2⌈log₂n⌉α + 2(m−1) messages of the
+near link, and the greater of an all-reduce among the ranks of a node, as measured there, and 2b/m·β across, since what
+a node has added up goes on while the next bytes are added. Of two nodes each sends every byte across once, half of them
+as a leaf of either tree: b/m·β.
 
 Hierarchical: reduce-scatter inside the nodes, all-reduce across on 1/m of the bytes, all-gather inside
 (BlueConnect, MLSys'19). Two-level all-to-all: inside the nodes, then between the ranks of equal place (TUTEL,
@@ -103,7 +108,7 @@ def collective_time_ns(kind: str, num_bytes: int, axis: Axis, devices_per_node: 
 def _group_time_ns(kind: str, num_bytes: int, group: Group, devices_per_node: int, profile: Profile) -> int:
     measured = _measured(kind, group, profile)
     if measured is None:
-        found = _likened_ns(kind, num_bytes, group, profile) or modelled_ns(kind, num_bytes, group)
+        found = _likened_ns(kind, num_bytes, group, profile) or modelled_ns(kind, num_bytes, group, profile)
         return math.ceil(found * _contention(devices_per_node, 1, profile))
     return math.ceil(measured_ns(measured, num_bytes) * _contention(devices_per_node, group.ranks, profile))
 
@@ -215,21 +220,41 @@ def _logarithms(points: tuple[tuple[int, int], ...]) -> tuple[list[float], list[
     return [math.log(size) for size, _ in points], [math.log(duration) for _, duration in points]
 
 
-def modelled_ns(kind: str, num_bytes: int, group: Group) -> float:
-    """The cheapest algorithm's time by its α-β formula."""
-    return min(_ALGORITHMS[kind](num_bytes, group))
+def modelled_ns(kind: str, num_bytes: int, group: Group, profile: Profile) -> float:
+    """The cheapest algorithm's time by its α-β formula; parts inside a node as the profile has measured them."""
+    options = _ALGORITHMS[kind](num_bytes, group)
+    if kind == "all_reduce" and (group.inside == 1 or group.nodes == 1 or profile.device_type != "cuda"):
+        options.append(group.ring.time_ns(2 * _rounds(group.ranks), 2 * num_bytes, num_bytes))
+    elif kind == "all_reduce":
+        node = group._replace(nodes=1)
+        measured = _measured(kind, node, profile)
+        within = measured_ns(measured, num_bytes) if measured else modelled_ns(kind, num_bytes, node, profile)
+        options.append(_tree_of_nodes(num_bytes, group, within))
+    return min(options)
+
+
+def _tree_of_nodes(size: float, group: Group, within_ns: float) -> float:
+    """within_ns: an all-reduce among the ranks of a node, which goes on beside what is sent across."""
+    sent = (1 if group.nodes == 2 else 2) * size / group.inside
+    chains = (
+        group.near.wires[0],
+        group.near.wires[-1],
+    )  # of the full protocol, and of the cheap one where there is one
+    return group.far.start_ns + min(
+        2 * _rounds(group.nodes) * wire.alpha_ns + 2 * (group.inside - 1) * chain.alpha_ns
+        + max(within_ns, sent * wire.ns_per_byte)
+        for wire, chain in zip(group.far.wires, chains, strict=False)
+    )  # fmt: skip
 
 
 def _all_reduce(size: float, group: Group) -> list[float]:
+    """Without trees over all ranks (`modelled_ns`)."""
     ring, ranks = group.ring, group.ranks
-    options = [
-        ring.time_ns(2 * (ranks - 1), 2 * (ranks - 1) / ranks * size, size),
-        ring.time_ns(2 * _rounds(ranks), 2 * size, size),
-    ]
+    options = [ring.time_ns(2 * (ranks - 1), 2 * (ranks - 1) / ranks * size, size)]
     if group.inside > 1 and group.nodes > 1:
         inside, across = group.inside, group._replace(inside=1)
-        halves = 2 * _ring(size, inside, group.near)
-        options.append(halves + min(_all_reduce(size / inside, across)))
+        tree = across.ring.time_ns(2 * _rounds(group.nodes), 2 * size / inside, size / inside)
+        options.append(2 * _ring(size, inside, group.near) + min(tree, *_all_reduce(size / inside, across)))
     return options
 
 

@@ -67,6 +67,19 @@ def summary(errors: Iterable[float]) -> dict[str, float]:
     return {"rows": len(own), **{name: round(float(value), 4) for name, value in found.items()}}
 
 
+#: median and 90th percentile, of bfloat16 on A100, H100, H200 and B200
+TARGETS = {
+    ("products", "m, n, k of 256 or more"): (0.04, 0.12), ("products", "all"): (0.08, 0.25),
+    ("attention, causal", "all"): (0.06, 0.20), ("attention, no mask", "all"): (0.06, 0.20),
+}  # fmt: skip
+TARGETED = ("A100-SXM4-80GB", "H100-SXM5-80GB", "H200-SXM5-141GB", "B200-SXM6-180GB")
+
+
+def target_of(gpu: str, dtype: str, family: str, size: str) -> tuple[float, float] | None:
+    """What a group's median and 90th percentile should be at most."""
+    return TARGETS.get((family, size)) if dtype == "bfloat16" and gpu in TARGETED else None
+
+
 def is_shown(case: MeasuredCall) -> bool:
     """Whether a page draws it beside its prediction: one layer of products in bfloat16, one of attention."""
     if case.dtype != "bfloat16":
@@ -94,7 +107,10 @@ def report(cases: Iterable[MeasuredCall], predictor: Predictor, shown: list[Any]
         for name in names if case.is_trusted else [(*base, "all", f"{software} (distrusted)")]:
             errors.setdefault(name, []).append(error)
     columns = ("gpu", "dtype", "family", "size", "software")
-    return [{**dict(zip(columns, name, strict=True)), **summary(own)} for name, own in sorted(errors.items())]
+    return [
+        {**dict(zip(columns, name, strict=True)), **summary(own), "target": target_of(*name[:4])}
+        for name, own in sorted(errors.items())
+    ]
 
 
 # Command --------------------------------------------------------------------
@@ -125,11 +141,20 @@ def markdown(rows: Iterable[Mapping[str, Any]]) -> str:
     shown = [row for row in rows if not row["software"] or "distrusted" in row["software"]]
     lines = [
         f"| {row['gpu']} | {row['dtype']} | {row['family']} | {row['size']}{row['software'] and ', '}{row['software']} "
-        f"| {row['rows']:,} | {row['median']:.1%} | {row['p90']:.1%} | {row['worst']:.0%} | {row['bias']:+.1%} |"
+        f"| {row['rows']:,} | {row['median']:.1%} | {row['p90']:.1%} | {row['worst']:.0%} | {row['bias']:+.1%} "
+        f"| {_told(row)} |"
         for row in shown
     ]
-    head = "| GPU | dtype | family | size | rows | median error | 90th percentile | worst | bias |"
-    return "\n".join([head, f"|{' --- |' * 9}", *lines])
+    head = "| GPU | dtype | family | size | rows | median error | 90th percentile | worst | bias | target |"
+    return "\n".join([head, f"|{' --- |' * 10}", *lines])
+
+
+def _told(row: Mapping[str, Any]) -> str:
+    """The targets of a group, and whether it meets them."""
+    if not row["target"] or row["software"]:
+        return ""
+    is_met = row["median"] <= row["target"][0] and row["p90"] <= row["target"][1]
+    return f"{row['target'][0]:.0%}, {row['target'][1]:.0%}: {'met' if is_met else 'missed'}"
 
 
 if __name__ == "__main__":

@@ -46,11 +46,21 @@ def test_small_messages_take_the_tree() -> None:
     assert collective_time_ns("all_reduce", 64 * MEGABYTE, axis, 8, profile) == 14 * 1000 + 14 * 64 * MEGABYTE // 8
 
 
-def test_hierarchy_pays_fewer_far_messages() -> None:
-    """2 nodes of 4: reduce-scatter inside, all-reduce of a quarter across, all-gather inside."""
+def test_a_tree_of_nodes_sends_across_beside_what_is_added_up_inside() -> None:
+    """2 nodes of 4: each byte of a quarter across once, in less time than 2 · 3/4 of them take inside."""
     profile, axis = flat_profile(near=1e9, far=1e9, near_alpha=0, far_alpha=100_000), Axis("x", 8, 1)
     size = 4 * MEGABYTE
-    inside, across = 2 * 3 * size // 4, 2 * 100_000 + 2 * (size // 4) // 2
+    assert collective_time_ns("all_reduce", size, axis, 4, profile) == 2 * 100_000 + 2 * 3 * size // 4
+    slow = flat_profile(near=1e9, far=1e8, near_alpha=0, far_alpha=100_000)
+    assert collective_time_ns("all_reduce", size, axis, 4, slow) == 2 * 100_000 + 10 * size // 4
+
+
+def test_hierarchy_sends_fewer_bytes_across_more_than_two_nodes() -> None:
+    """4 nodes of 4: reduce-scatter inside, all-reduce of a quarter across (2 · 3/4 of it), all-gather inside."""
+    profile, axis = flat_profile(near=1e9, far=2e7, near_alpha=0, far_alpha=1000), Axis("x", 16, 1)
+    size = 4 * MEGABYTE
+    inside, across = 2 * 3 * size // 4, 6 * 1000 + 50 * 2 * 3 * (size // 4) // 4
+    assert inside + across < 50 * 2 * size // 4, "what a tree sends across"
     assert collective_time_ns("all_reduce", size, axis, 4, profile) == inside + across
 
 

@@ -165,6 +165,7 @@ def test_a_profile_tells_the_sources_of_what_a_plan_uses() -> None:
             "operators/matmul",
             "operators/pointwise",
             "tables/NT bfloat16",
+            "tables/NT float32",
             "links/intra_node",
             "interference/intra_node",
             *(f"collectives/{kind}" for kind in dict.fromkeys(kind for kind, _, _ in profile.collectives)),

@@ -119,18 +119,19 @@ def test_a_network_is_found_again_from_what_its_formulas_make() -> None:
     near = base.links["intra_node"]
     made = Link("inter_node", 20_000, 40e9, near.provenance)
     profile = replace(base, links={"intra_node": near, "inter_node": made}, collectives={}, _shared={})
+    bare = replace(base, collectives={}, _shared={})
     rows = [
-        Measurement("X", op, 8 * nodes, nodes, "float32", size, modelled_ns(op, size, group), "formula", "ether")
+        Measurement("X", op, 8 * nodes, nodes, "float32", size, time_ns, "formula", "ether")
         for op in ("all_reduce", "all_to_all")
         for nodes in (2, 4, 8)
         for size in (1 << 20, 1 << 25, 1 << 30)
-        for group in [make_group(Axis("x", 8 * nodes, 1), 8, profile)]
+        for time_ns in [modelled_ns(op, size, make_group(Axis("x", 8 * nodes, 1), 8, profile), profile)]
     ]
-    found = fitted_network("ether", rows, near, base)
+    found = fitted_network("ether", rows, near, bare)
     assert found.network == "ether" and found.level == "inter_node"
     assert found.alpha_ns == pytest.approx(made.alpha_ns, rel=0.05)
     assert found.bandwidth == pytest.approx(made.bandwidth, rel=0.05)
-    known = fitted_network("ether", rows, near, base, bandwidth=30e9)
+    known = fitted_network("ether", rows, near, bare, bandwidth=30e9)
     assert known.bandwidth == 30e9
 
 

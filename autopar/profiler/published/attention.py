@@ -33,7 +33,7 @@ KINDS = {"1": "causal", "0": "full"}
 SEQUENCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 6144)
 SHARING = (1, 2, 4, 8, 16, 32, 64)
 #: what a change of slope costs along each axis; chosen among a few by errors at shapes left out
-BENDING = (0.05, 0.05, 0.3, 0.1)
+BENDING = (0.05, 0.05, 0.02, 0.1)
 FEWEST = 500  # shapes of a kernel that make a table
 LARGE_FLOPS = 1e11  # from which on backward's share is that of the arithmetic
 FLASH2 = "flash2"

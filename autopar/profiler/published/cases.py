@@ -16,6 +16,7 @@ from autopar.ir.placement import Shape
 from autopar.ops.table import operator
 from autopar.profiler.published.attention import COLUMNS as ATTENTION
 from autopar.profiler.published.attention import kernel_of
+from autopar.profiler.published.eager import floor_ns, row_ns
 from autopar.profiler.published.products import DTYPES, SIZES, is_trusted
 from autopar.profiler.published.rows import Row, shape_of
 
@@ -36,6 +37,18 @@ class MeasuredCall(NamedTuple):
     wanted: tuple[bool, ...] = ()  # operands that a gradient is made of: all
     direction: int = 0
     kernel: str = ""
+    op: str = ""  # as rows of eager calls name it
+    is_alone: bool = True  # not of several kernels or of batches, which say nothing of how far single products are
+
+    @property
+    def floor_ns(self) -> float:
+        """What its row says however short the kernel is."""
+        return floor_ns(self.gpu, self.op, self.software) if self.op else 0.0
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """By name, of any shape."""
+        return _tensors(self.node, self.dtype, self.wanted)
 
     @property
     def operators(self) -> str:
@@ -48,9 +61,9 @@ class MeasuredCall(NamedTuple):
         return bool(self.kernel) or is_trusted({"gpu": self.gpu, "software": self.software, "dtype": self.dtype})
 
     def predicted_ns(self, profile: Profile) -> int:
-        """The cost model's."""
-        tensors = _tensors(self.node, self.dtype, self.wanted)
-        return node_time_ns(self.node, self.operands, (self.result,), tensors, profile)[self.direction]
+        """What the row says where the kernel takes what the cost model predicts."""
+        kernel = node_time_ns(self.node, self.operands, (self.result,), self.tensors, profile)[self.direction]
+        return round(row_ns(kernel, self.floor_ns))
 
 
 @cache
@@ -63,7 +76,15 @@ def _tensors(node: Node, dtype: str, wanted: tuple[bool, ...]) -> Mapping[str, T
 # Rows -------------------------------------------------------------------
 
 LINEAR = Node("y", "aten.linear.default", (Ref("x"), Ref("w")), (), ("y",))
+MATMUL = Node("y", "aten.matmul.default", (Ref("x"), Ref("w")), (), ("y",))
+GROUPED = Node("y", "aten._grouped_mm.default", (Ref("x"), Ref("w")), (), ("y",))
 GRADIENTS = {"grad_input": (True, False), "grad_weight": (False, True)}
+
+
+@cache
+def _routed(experts: int) -> Node:
+    operands = tuple(Ref(name) for name in ("x", "ids", "weights", "up", "down"))
+    return Node("y", "autopar.routed_experts.default", (*operands, "silu", True, experts), (), ("y",))
 
 
 def _attention_node(causal: bool) -> Node:
@@ -83,7 +104,50 @@ def _measured(row: Row) -> dict[str, Any]:
 def _product(row: Row) -> MeasuredCall | None:
     m, n, k = shape = shape_of(row, SIZES)
     size = "m, n, k of 256 or more" if min(shape) >= 256 else "less"
-    return MeasuredCall("products", size, shape, LINEAR, ((m, k), (n, k)), (m, n), **_measured(row))
+    return MeasuredCall("products", size, shape, LINEAR, ((m, k), (n, k)), (m, n), op="linear", **_measured(row))
+
+
+def _batched_product(row: Row) -> MeasuredCall:
+    batch, m, n, k = shape = shape_of(row, ("batch", *SIZES))
+    operands = ((batch, m, k), (batch, k, n))
+    size = "m, n, k of 256 or more" if min(m, n, k) >= 256 else "less"
+    told = _measured(row)
+    return MeasuredCall(
+        "products, batched", size, shape, MATMUL, operands, (batch, m, n), op="bmm", is_alone=False, **told
+    )
+
+
+def _module_product(row: Row) -> MeasuredCall | None:
+    """Of a model's layers, in PyTorch."""
+    if row["kind"] != "linear":
+        return None
+    m, n, k = shape = shape_of(row, ("rows", "n", "k"))
+    return MeasuredCall(
+        "products, modules", "", shape, LINEAR, ((m, k), (n, k)), (m, n), is_alone=False, **_measured(row)
+    )
+
+
+def _grouped_product(row: Row) -> MeasuredCall | None:
+    groups, m, n, k = shape = shape_of(row, ("groups", "m_per_group", "n", "k"))
+    if row["stage"] != "forward":
+        return None
+    operands = (groups * m, k), (groups, k, n)
+    return MeasuredCall(
+        "products, grouped", "", shape, GROUPED, operands, (groups * m, n), is_alone=False, **_measured(row)
+    )
+
+
+MOE = ("tokens", "hidden", "moe_ffn", "top_k", "experts", "tp", "ep")
+
+
+def _routed_experts(row: Row) -> MeasuredCall:
+    """A whole layer of gated experts, of which a GPU has its share."""
+    tokens, hidden, ffn, top_k, experts, tp, ep = shape = shape_of(row, MOE)
+    own, width = max(1, experts // ep), max(1, ffn // tp)
+    choices = (tokens, top_k)
+    operands = ((tokens, hidden), choices, choices, (own, hidden, 2 * width), (own, width, hidden))
+    node = _routed(experts)
+    return MeasuredCall("experts", "", shape, node, operands, (tokens, hidden), is_alone=False, **_measured(row))
 
 
 def _trained_product(row: Row) -> MeasuredCall | None:
@@ -122,25 +186,26 @@ def _trained_attention(row: Row) -> MeasuredCall | None:
 
 #: operators that move bytes and compute little: (name in aten, number of operands)
 MOVING = {
-    **{op: (f"{op}.Tensor", 2) for op in ("add", "mul", "div")}, "gelu": ("gelu.default", 1),
-    "relu": ("relu.default", 1), "tanh": ("tanh.default", 1), "softmax": ("_softmax.default", 1),
-    "layer_norm": ("layer_norm.default", 1), "rms_norm": ("rms_norm.default", 1),
+    **{op: (f"{op}.Tensor", 2) for op in ("add", "mul", "div")}, "pow": ("pow.Tensor_Tensor", 2),
+    "add_scalar": ("add.Tensor", 1), "gelu": ("gelu.default", 1), "relu": ("relu.default", 1),
+    "tanh": ("tanh.default", 1), "softmax": ("_softmax.default", 1), "layer_norm": ("layer_norm.default", 1),
+    "rms_norm": ("rms_norm.default", 1), "embedding": ("embedding.default", 2),
 }  # fmt: skip
 MOVING_NODES = {
     op: Node("y", f"aten.{name}", tuple(Ref(x) for x in "ab"[:count]), (), ("y",))
     for op, (name, count) in MOVING.items()
 }
+VOCABULARY = 32_000  # of an embedding, whose rows do not say it: only what is looked up is read
 
 
 def _moving(row: Row) -> MeasuredCall | None:
-    """Of those that float32 tables have, the small ones time the launch from the host: their class says so."""
-    if row["op"] not in MOVING or row["pass"] != "forward":
+    op = row["op"]
+    if op not in MOVING or row["pass"] != "forward":
         return None
-    shape, count = shape_of(row, ("rows", "cols")), MOVING[row["op"]][1]
-    is_large = shape[0] * shape[1] * DTYPE_BYTES[row["dtype"]] >= 1 << 25
-    size = "of 32 MiB or more" if is_large else "less"
-    node = MOVING_NODES[row["op"]]
-    return MeasuredCall(f"memory-bound, {row['op']}", size, shape, node, (shape,) * count, shape, **_measured(row))
+    shape, count = shape_of(row, ("rows", "cols")), MOVING[op][1]
+    size = "of 32 MiB or more" if shape[0] * shape[1] * DTYPE_BYTES[row["dtype"]] >= 1 << 25 else "less"
+    operands = ((VOCABULARY, shape[1]), shape[:1]) if op == "embedding" else (shape,) * count
+    return MeasuredCall(f"memory-bound, {op}", size, shape, MOVING_NODES[op], operands, shape, op=op, **_measured(row))
 
 
 #: what a row's columns say it is
@@ -149,6 +214,10 @@ READERS: tuple[tuple[set[str], Callable[[Row], MeasuredCall | None]], ...] = (
     ({"pass", "qk_head_dim"}, _trained_attention),
     ({*ATTENTION, "kernel"}, _attention),
     ({"op", "rows", "cols"}, _moving),
+    ({"module", "rows", "n", "k"}, _module_product),
+    ({"groups", "m_per_group", "stage"}, _grouped_product),
+    (set(MOE), _routed_experts),
+    ({"batch", *SIZES}, _batched_product),
     (set(SIZES), _product),
 )
 
@@ -158,8 +227,6 @@ def cases_of(rows: Iterable[Row]) -> Iterator[MeasuredCall]:
     for row in rows:
         reader = next((reader for columns, reader in READERS if columns <= row.keys()), None)
         if reader is None or DTYPES.get(row["dtype"], row["dtype"]) not in DTYPE_BYTES:
-            continue
-        if reader is _product and "batch" in row:  # batches of products
             continue
         case = reader(row)
         if case is not None:

@@ -47,7 +47,7 @@ def operator_calls(profile: Profile, folder: Path, is_own: Callable[[str], bool]
     """Operators of the folder's rows of the device's own name, of shapes that the profile was made without."""
     asked = BurstProfile(profile)
     for case in cases_of(row for row in read_rows(folder, "*.csv", "*.csv.gz") if is_own(row.get("gpu", ""))):
-        if is_left_out(case.key) and case.is_trusted:
+        if case.is_alone and case.is_trusted and is_left_out(case.key):
             yield case.operators, case.dtype, asked.predicted_ns(case), case.measured_ns
 
 

@@ -144,7 +144,7 @@ def thinned(rows: Iterable[Measurement]) -> Curve:
         bins.setdefault(round(2 * math.log2(row.num_bytes)), []).append(row)
     sizes = [geometric_mean(row.num_bytes for row in own) for _, own in sorted(bins.items())]
     points = [(round(size), _typical(own, size)) for size, (_, own) in zip(sizes, sorted(bins.items()), strict=True)]
-    return dict(zip([size for size, _ in points], _isotonic([time for _, time in points]), strict=True))
+    return dict(zip([size for size, _ in points], isotonic([time for _, time in points]), strict=True))
 
 
 def _typical(rows: Sequence[Measurement], size: float) -> float:
@@ -155,7 +155,7 @@ def _typical(rows: Sequence[Measurement], size: float) -> float:
     return size * sorted(row.time_ns / row.num_bytes for row in rows)[len(rows) // 4]
 
 
-def _isotonic(times: Sequence[float]) -> list[float]:
+def isotonic(times: Sequence[float]) -> list[float]:
     """The nearest times that never fall: neighbours in the wrong order share their geometric mean."""
     blocks: list[tuple[float, int]] = []  # logarithm, how many
     for time in times:
@@ -192,7 +192,7 @@ def _lacking(curve: Collection[int]) -> list[int]:
 
 def _with(curve: Curve, sizes: Iterable[int], likes: Sequence[Curve], is_line_told: bool) -> Curve:
     points = sorted({**curve, **{size: filled(curve, size, likes, is_line_told) for size in sizes}}.items())
-    return dict(zip([size for size, _ in points], _isotonic([time for _, time in points]), strict=True))
+    return dict(zip([size for size, _ in points], isotonic([time for _, time in points]), strict=True))
 
 
 def filled(curve: Curve, size: int, likes: Sequence[Curve] = (), is_line_told: bool = True) -> float:

@@ -6,6 +6,7 @@ What a folder says nothing of stays what it was, with its source. A profile's GP
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,10 @@ from autopar.profiler.published.attention import attention_tables
 from autopar.profiler.published.carrying import carried, facts_of
 from autopar.profiler.published.checking import collective_calls, operator_calls, residuals_of
 from autopar.profiler.published.collectives import gpus_of, with_collectives
-from autopar.profiler.published.products import product_tables
-from autopar.profiler.published.rows import Taken, everything, four_fifths, gpus_in
+from autopar.profiler.published.moving import FILES as MOVING_FILES
+from autopar.profiler.published.moving import carried_moving, with_moving
+from autopar.profiler.published.products import product_tables, single_tables
+from autopar.profiler.published.rows import Shape, Taken, everything, four_fifths, gpus_in
 
 
 def profile_from_folder(folder: Path, base: Profile, date: str, like: str = "") -> Profile:
@@ -42,22 +45,68 @@ def blocks_from_folder(folder: Path, base: Profile, date: str, like: str = "", t
     if like:
         tables = carried(tables, gpu, own, base.facts)
     known = {table.family for table in tables}  # whose launch lies in their times
+    measured = [name for name in gpus_in(folder, "gemm_*.csv", "gemm_*.csv.gz") if is_of(base, name)]
+    tables += single_tables(folder, measured, base.facts, date, taken)
     operators = {
         name: replace(curve, call_ns=(0, 0)) if name in known else curve for name, curve in base.operators.items()
     }
     made = replace(base, operators=operators, tables={table.name: table for table in tables}, residuals=(), _shared={})
+    made = _with_moving(folder, made, date, taken)
     linked = [name for name in gpus_of(folder) if is_of(base, name)]
     return with_collectives(made, folder, linked[0]) if linked else made
 
 
+def _with_moving(folder: Path, profile: Profile, date: str, taken: Taken) -> Profile:
+    """With curves of memory-bound operators: its own, or those of the shipped device with the nearest bandwidth."""
+    known = list(gpus_in(folder, MOVING_FILES))
+    if any(is_of(profile, gpu) for gpu in known):
+        return with_moving(profile, folder, [gpu for gpu in known if is_of(profile, gpu)], date, taken)
+    shipped = [load_profile(name) for name in profile_names()]
+    others = [other for other in shipped if any(is_of(other, gpu) for gpu in known)]
+    if not others:
+        return profile
+    near = min(others, key=lambda other: abs(math.log(other.facts.memory_bandwidth / profile.facts.memory_bandwidth)))
+    own = [gpu for gpu in known if is_of(near, gpu)]
+    return carried_moving(profile, with_moving(near, folder, own, date, taken), date)
+
+
 def _residuals(folder: Path, base: Profile, date: str, like: str) -> tuple[Residual, ...]:
-    """Of operators and of collectives."""
+    """Of operators and of collectives; of a device like another, also of families that only that was checked for."""
     checked = blocks_from_folder(folder, base, date, like, four_fifths)
-    own = operator_calls(checked, folder, partial(is_of, base), lambda shape: not four_fifths(shape))
+    own = operator_calls(checked, folder, partial(is_of, base), is_left_out)
     found = residuals_of(own, Provenance("fitted", f"rows of {folder.name} of shapes left out", date))
     linked = [name for name in gpus_of(folder) if is_of(base, name)][:1]
     across = (call for name in linked for call in collective_calls(folder, name))
-    return found + residuals_of(across, Provenance("fitted", f"rows of {folder.name} of sizes left out", date))
+    found += residuals_of(across, Provenance("fitted", f"rows of {folder.name} of sizes left out", date))
+    known = {(item.family, item.kind) for item in found}
+    others = _carried_residuals(folder, base, date, like) if like else ()
+    return found + tuple(item for item in others if (item.family, item.kind) not in known)
+
+
+def _carried_residuals(folder: Path, base: Profile, date: str, like: str) -> tuple[Residual, ...]:
+    """What carrying tables over errs by, in half precision: nothing between devices of the same peaks, whose own
+    residuals count; else what the same GPU's tables err by when they are carried to each device that was measured."""
+    measured = list(gpus_in(folder, "gemm_*.csv", "gemm_*.csv.gz"))
+    shipped = [load_profile(name) for name in profile_names()]
+    same = [other for other in shipped if is_of(other, like)]
+    is_same = bool(same) and same[0].facts.peak_flops == base.facts.peak_flops
+    others = [other for other in shipped if other not in same and any(is_of(other, gpu) for gpu in measured)]
+    calls = (
+        call
+        for other in (same if is_same else others)
+        for call in operator_calls(
+            blocks_from_folder(folder, other, date, "" if is_same else like, four_fifths),
+            folder, partial(is_of, other), is_left_out,
+        )
+        if call[1] == "bfloat16"
+    )  # fmt: skip
+    whose = like if is_same else f"{like}, carried to {', '.join(other.name for other in others)}"
+    return residuals_of(calls, Provenance("assumed", f"as of {whose}; shapes left out", date))
+
+
+def is_left_out(shape: Shape) -> bool:
+    """Whether a shape is checked against what was made without it."""
+    return not four_fifths(shape)
 
 
 def gpu_of(folder: Path, profile: Profile) -> str:

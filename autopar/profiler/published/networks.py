@@ -35,7 +35,7 @@ def fitted_network(
         return Link(ACROSS, round(alpha), known, Provenance("fitted", source, today()), 0, fast, network=network)
 
     def loss(constants: Sequence[float]) -> float:
-        profile = replace(base, links={INSIDE: near, ACROSS: link_of(constants)}, collectives={}, _shared={})
+        profile = replace(base, links={INSIDE: near, ACROSS: link_of(constants)}, _shared={})
         return sum(abs(math.log(_formula_ns(row, profile) / row.time_ns)) for row in rows) / len(rows)
 
     return link_of(by_turns(loss, FIRST))
@@ -43,7 +43,7 @@ def fitted_network(
 
 def _formula_ns(row: Measurement, profile: Profile) -> float:
     group = make_group(Axis("x", row.ranks, 1), row.ranks // row.nodes, profile)
-    return modelled_ns(row.op, row.num_bytes, group)
+    return modelled_ns(row.op, row.num_bytes, group, profile)
 
 
 def by_turns(loss: Callable[[Sequence[float]], float], first: Sequence[float]) -> tuple[float, ...]:

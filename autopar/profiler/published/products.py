@@ -21,7 +21,8 @@ import numpy as np
 from autopar.cost.profile import Facts
 from autopar.cost.provenance import Provenance
 from autopar.cost.tables import Table
-from autopar.profiler.published.grids import Array, completed
+from autopar.profiler.published.eager import floor_ns, kernel_ns
+from autopar.profiler.published.grids import Array, completed, fitted
 from autopar.profiler.published.rows import Row, Shape, Taken, everything, grouped, read_rows, shape_of
 
 SIZES = ("m", "n", "k")
@@ -36,6 +37,10 @@ UNIT_NS = 1e-6  # rates of GPUs are a few femtoseconds a FLOP
 LAYOUTS = {"grad_input": "NN", "grad_weight": "TN"}
 FIXED_NS = 2000.0  # of the roofline: about what the least kernel takes
 REACHED = 0.7  # of peak and bandwidth, of the roofline
+
+SMALLEST = 16  # size along an axis of `single_tables`
+FEWEST = 200  # products in float32 that make a table
+BENDING = (0.2, 0.2, 0.2)  # of `single_tables`: see `grids.fitted`
 
 Points = Mapping[Shape, float]
 """Nanoseconds by (m, n, k)."""
@@ -99,6 +104,42 @@ def _of_grid(points: Points, dtype: str, facts: Facts, provenance: Provenance) -
     rates = [float(f"{rate:.3g}") for rate in (times / flops / UNIT_NS).ravel().tolist()]
     fastest = float(f"{min(points.values()):.4g}")
     return Table(f"NT {dtype}", tuple(map(tuple, axes)), tuple(rates), provenance, unit_ns=UNIT_NS, least_ns=fastest)
+
+
+def single_tables(folder: Path, gpus: Iterable[str], facts: Facts, date: str, taken: Taken = everything) -> list[Table]:
+    """Of products in float32 on these GPUs, without tensor cores: shapes lie anywhere, and were timed as eager calls.
+    Layouts of gradients are taken to be as fast. Empty where there are few."""
+    rows = [row for gpu in gpus for row in read_rows(folder, "gemm_*.csv.gz", "gemm_*.csv", gpu=gpu)]
+    points, software = merged_points([row for row in rows if row["dtype"] == "float32" and "role" not in row], taken)
+    floors = {row["gpu"]: floor_ns(row["gpu"], "linear", row["software"]) for row in rows if row["dtype"] == "float32"}
+    floor = max(floors.values(), default=0.0)
+    kernels = {shape: own for shape, time in points.items() if (own := kernel_ns(time, floor)) is not None}
+    if len(kernels) < FEWEST:
+        return []
+    source = f"{len(kernels)} products on {', '.join(sorted(floors))} ({', '.join(software)})"
+    made = _scattered(kernels, facts, Provenance("published", source, date))
+    assumed = Provenance("assumed", f"as fast as the forward's; {source}", date)
+    return [made, *(_like(made, layout, 1.0, assumed) for layout in LAYOUTS.values())]
+
+
+def _scattered(points: Points, facts: Facts, provenance: Provenance) -> Table:
+    """Times over their roofline at powers of two."""
+    places = np.array([[float(size) for size in shape] for shape in points])
+    axes = [[2.0**power for power in range(*_powers(places[:, axis]))] for axis in range(3)]
+    least, times = np.log(roofline_ns([*places.T], "float32", facts)), np.log(list(points.values()))
+    grid = np.meshgrid(*[np.array(axis) for axis in axes], indexing="ij")
+    found = np.exp(fitted(places, times - least, axes, BENDING)) * roofline_ns(grid, "float32", facts)
+    rates = found / (2.0 * grid[0] * grid[1] * grid[2]) / UNIT_NS
+    shown = tuple(float(f"{rate:.3g}") for rate in rates.ravel().tolist())
+    return Table(
+        "NT float32", tuple(map(tuple, axes)), shown, provenance, UNIT_NS, float(f"{min(points.values()):.4g}")
+    )
+
+
+def _powers(sizes: Array) -> tuple[int, int]:
+    """Of what is smaller than the smallest tile, the memory's pace decides (`compute._kernels_ns`)."""
+    least = max(float(SMALLEST), float(sizes.min()))
+    return math.floor(math.log2(least)), math.ceil(math.log2(sizes.max())) + 1
 
 
 def roofline_ns(grid: Sequence[Array], dtype: str, facts: Facts) -> Array:
