@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.ir.graph import Graph, Node, found_once
-from autopar.ir.structure import is_random
+from autopar.ir.structure import runs_once
 
 _IMBALANCE = 1.25
 """No layer takes so many times the mean, but for a single node that does."""
@@ -204,15 +204,15 @@ def _beside(graph: Graph, members: Members) -> dict[str, int]:
 
 @found_once
 def portable_nodes(graph: Graph) -> set[str]:
-    """Nodes that depend on inputs and constants alone, or on stored tensors alone, not on chance, and that make nothing
-    that is stored."""
+    """Nodes that depend on inputs and constants alone, or on stored tensors alone, that more than one stage may run
+    (`runs_once`), and that make nothing that is stored."""
     kinds: dict[str, str] = dict.fromkeys(graph.inputs, "input")
     kinds |= {item.tensor: "stored" if item.kind == "parameter" else "constant" for item in graph.stored}
     kinds |= {item.tensor: "activation" for item in graph.stored if item.name in graph.mutations}
     found = set()
     for node in graph.nodes:
         read = {kinds[name] for name in node.operands} - {"constant"}
-        is_single = is_random(node) or not graph.updates.keys().isdisjoint(node.results)
+        is_single = runs_once(node) or not graph.updates.keys().isdisjoint(node.results)
         kind = "activation" if len(read) > 1 or is_single else read.pop() if read else "constant"
         kinds.update((name, kind) for name in node.results)
         if kind != "activation":

@@ -29,7 +29,7 @@ from autopar.ir.graph import Graph, Node, Stored, Tensor
 from autopar.ir.mesh import LogicalMesh, unnamed_text
 from autopar.ir.placement import I, Placement, R, Type, leaves_none_empty, of_new_value
 from autopar.ir.plan import NodePlan, Storage
-from autopar.ir.structure import OWN_BACKWARD
+from autopar.ir.structure import has_own_backward
 from autopar.ops import call_key
 from autopar.selection.problem import INFINITE, Problem
 
@@ -292,7 +292,7 @@ class _Builder:
             ("used", stored.name, name, _operand_placement(position))
             for position, name in enumerate(node.operands)
             if (stored := self.graph.stored_by_tensor.get(name)) is not None and stored.kind == "parameter"
-            if node.op not in OWN_BACKWARD  # it takes whole gradients, whatever others are content with
+            if not has_own_backward(node)  # it takes whole gradients, whatever others are content with
         ]
         made = [("tensor", name, name, _result_placement(position)) for position, name in enumerate(node.results)]
         for what, matched, name, placement in (*uses, *made):

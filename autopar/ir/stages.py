@@ -19,7 +19,7 @@ from autopar.ir.mesh import MICROBATCH, LogicalMesh
 from autopar.ir.placement import Placement, Type, format_placement
 from autopar.ir.plan import Plan, Stage, Storage
 from autopar.ir.schedule import PLAIN, SCHEDULES, microbatches_a_round
-from autopar.ir.structure import is_random
+from autopar.ir.structure import runs_once
 
 
 def stage_graph(graph: Graph, plan: Plan, index: int) -> Graph:
@@ -209,11 +209,11 @@ def _check_update(graph: Graph, plan: Plan, name: str, keepers: list[int]) -> No
 
 
 def _check_nodes(graph: Graph, plan: Plan) -> None:
-    """Each node runs somewhere; one that draws random numbers or changes a buffer runs once."""
+    """Each node runs somewhere; one that changes a buffer, or that `runs_once` names, in one stage."""
     changed = set(graph.mutations.values())
     for node in graph.nodes:
         count = sum(node.name in stage.nodes for stage in plan.stages)
-        single = is_random(node) or not changed.isdisjoint(node.results)
+        single = runs_once(node) or not changed.isdisjoint(node.results)
         if count == 0 or (single and count > 1):
             raise PlanError(f"expected node {node.name} ({node.op}) at {node.source} in one stage, found it in {count}")
         if graph.loss in node.results and [node.name in stage.nodes for stage in plan.stages].index(True) + 1 < len(

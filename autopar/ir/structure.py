@@ -31,8 +31,9 @@ def region_of(recompute: tuple[str, ...], module: str) -> int:
 FUNCTION = "autopar.function.default"
 #: passes a tensor on, and its gradient through a hook (`ops.functions`)
 HOOK = "autopar.gradient_hook.default"
-#: operators whose backward is the model's own: that of a sum of gradients need not be the sum of those of each
+#: operators that the program runs by the model's own Python
 OWN_BACKWARD = frozenset({FUNCTION, HOOK})
+_TORCHS_OWN = ("aten.", "prims.", "autopar.")
 
 _RECURRENT = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh"})
 
@@ -49,6 +50,20 @@ def is_random(node: Node) -> bool:
         given = dict(node.kwargs).get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
         return bool(given > 0.0)
     return name in RANDOM
+
+
+def has_own_backward(node: Node) -> bool:
+    """Whether the backward is somebody's own, Functions, hooks and custom operators: that of a sum of gradients need
+    not be the sum of those of each, as torch's derivatives are."""
+    return node.op in OWN_BACKWARD or not node.op.startswith(_TORCHS_OWN)
+
+
+def runs_once(node: Node) -> bool:
+    """Whether the operator runs in one stage, however many read its results: draws of two stages are not equal, and a
+    backward of somebody's own is given the whole gradient, unless that of a sum is known to be the sum."""
+    if node.op == HOOK:
+        return not node.args[-1]  # linear
+    return has_own_backward(node) or is_random(node)
 
 
 def constant_tensors(graph: Graph) -> set[str]:

@@ -21,7 +21,7 @@ from autopar.ir.placement import (
     format_placement,
     lengths_along,
 )
-from autopar.ir.structure import FUNCTION, OWN_BACKWARD, is_random
+from autopar.ir.structure import FUNCTION, has_own_backward, is_random
 from autopar.ops import proofs, registry
 from autopar.ops.call import Call, call_of, overload
 from autopar.ops.functions import function_name, rule_key
@@ -123,9 +123,9 @@ class NodeRules:
 
 
 def _every(node: Node) -> list[AxisRule]:
-    """What an operator can do whatever it is. What a Function or hook does need not hold for summands of gradients."""
+    """What an operator can do whatever it is. A backward of somebody's own need not hold for summands of gradients."""
     whole = every(len(node.operands), len(node.results))
-    return [rule for rule in whole if I in rule.operands] if node.op in OWN_BACKWARD else whole
+    return [rule for rule in whole if I in rule.operands] if has_own_backward(node) else whole
 
 
 def _creates(node: Node) -> bool:

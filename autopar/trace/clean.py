@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.ir.graph import Atom, Graph, Node, Ref, Stored, needed, reading, with_nodes
-from autopar.ir.structure import OWN_BACKWARD, is_random
+from autopar.ir.structure import has_own_backward, is_random
 
 _IDENTITIES = {"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
 _ASSERTIONS = ("aten._assert", "aten.sym_constrain", "aten._functional_assert")
@@ -99,7 +99,7 @@ def _merge_equal(nodes: list[Node]) -> tuple[list[Node], dict[str, str]]:
         node = reading(node, renamed)
         key = (node.op, _typed(node.args), _typed(node.kwargs), node.scope)
         twin = seen.get(key)
-        if twin is None or is_random(node) or node.op in OWN_BACKWARD or not _same_results(node, twin):
+        if twin is None or is_random(node) or has_own_backward(node) or not _same_results(node, twin):
             seen[key] = node
             kept.append(node)
         else:
