@@ -236,10 +236,7 @@ def modelled_ns(kind: str, num_bytes: int, group: Group, profile: Profile) -> fl
 def _tree_of_nodes(size: float, group: Group, within_ns: float) -> float:
     """within_ns: an all-reduce among the ranks of a node, which goes on beside what is sent across."""
     sent = (1 if group.nodes == 2 else 2) * size / group.inside
-    chains = (
-        group.near.wires[0],
-        group.near.wires[-1],
-    )  # of the full protocol, and of the cheap one where there is one
+    chains = group.near.wires[0], group.near.wires[-1]  # of the full protocol, and of the cheap one where there is one
     return group.far.start_ns + min(
         2 * _rounds(group.nodes) * wire.alpha_ns + 2 * (group.inside - 1) * chain.alpha_ns
         + max(within_ns, sent * wire.ns_per_byte)

@@ -33,12 +33,13 @@ def test_there_is_a_file_of_every_form() -> None:
 
 @pytest.mark.parametrize("name", OF_VERSION_2)
 def test_version_2_is_read_as_what_is_planned_now(name: str) -> None:
-    """The source of a template's plan is that of one that is planned anew, character by character."""
+    """The source of a template's plan is that of one that is planned anew, character by character, but for the names of
+    profiles in its first line."""
     base, plan = plans()[name.replace("_", " ")], Plan.from_json(text_of(2, name))
     graph = graph_of(plan, base.graph)
     check_plan(graph, plan)
     source = emit(graph, plan)
-    assert name == SEARCHED or source == base.source
+    assert name == SEARCHED or source.splitlines()[1:] == base.source.splitlines()[1:]
     assert all(axis.name != "microbatch" for stage in plan.stages for axis in stage.axes)
 
 

@@ -26,11 +26,12 @@ from autopar.show.text import runners_up
 from autopar.trace import find_blocks, trace
 from autopar.zero import storage_options
 from models import gpt, mlp
+from tests.oracles.frozen.cases import PROFILES
 
 
 def gpt_plan(num_layers: int = 3) -> autopar.Plan:
     config = gpt.Config(num_layers=num_layers)
-    mesh = autopar.Mesh("h100", devices_per_node=4)
+    mesh = autopar.Mesh(PROFILES["h100"], devices_per_node=4)
     pinned = [autopar.Constraint(stages=1)]
     return autopar.parallelize(
         gpt.build(config), mesh, gpt.example_inputs(config), search="fast", constraints=pinned
@@ -46,7 +47,7 @@ def solved() -> tuple[Built, tuple[int, ...]]:
     config = mlp.Config(widths=(64, 256, 16))
     graph = trace(mlp.build(config), mlp.example_inputs(config))
     axes = make_axes(("d0",), (2,))
-    costs = ProfiledCosts(graph, axes, 2, load_profile("h100"), "train", "adamw")
+    costs = ProfiledCosts(graph, axes, 2, load_profile(PROFILES["h100"]), "train", "adamw")
     built = build(graph, find_blocks(graph), axes, costs, storage_options)
     return built, solve(built.problem).choice
 
@@ -154,8 +155,8 @@ def test_survives_the_file_and_does_not_grow_with_depth() -> None:
 
 def test_stages_have_reasons_too() -> None:
     config = gpt.Config(num_layers=4)
-    mesh = autopar.Mesh("h100", devices_per_node=4)
-    pinned = [autopar.Constraint(stages=2, microbatches=2)]
+    mesh = autopar.Mesh(PROFILES["h100"], devices_per_node=4)
+    pinned = [autopar.Constraint(stages=2, microbatches=4)]
     plan = autopar.parallelize(
         gpt.build(config), mesh, gpt.example_inputs(config), search="fast", constraints=pinned
     ).plan

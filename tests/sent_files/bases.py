@@ -22,6 +22,7 @@ from autopar.program import model_state
 from autopar.rewrites import graph_of
 from autopar.trace import trace
 from tests.branches import cases as branches
+from tests.oracles.frozen.cases import PROFILES
 
 
 class Layer(nn.Module):
@@ -131,7 +132,8 @@ def _forked(base: Base) -> Plan:
 @cache
 def plans() -> dict[str, Base]:
     """By name. Meshes are of at most four ranks, which run as threads."""
-    three, two = autopar.Mesh([("a100", 1, 2), ("v100", 1, 1)]), autopar.Mesh([("a100", 1, 1), ("v100", 1, 1)])
+    three = autopar.Mesh([(PROFILES["a100"], 1, 2), (PROFILES["v100"], 1, 1)])  # of unlike speeds, which do not change
+    two = autopar.Mesh([("a100", 1, 1), ("v100", 1, 1)])
     model, batch, _ = branches.case("scaled")
     generator = torch.Generator().manual_seed(2)
     rows = {"x": torch.randn(512, 64, generator=generator)}

@@ -24,6 +24,7 @@ from autopar.simulate.parted import PartedStage
 from autopar.simulate.program import LocalProgram
 from autopar.trace import trace
 from models import gpt
+from tests.oracles.frozen.cases import PROFILES
 
 PLANS: dict[str, dict[str, Any]] = {
     "data": {"dp": 8, "microbatches": 2},
@@ -72,7 +73,7 @@ def case_of(name: str) -> Case:
 def device(bandwidth: float, inter: float, alpha: float, speed: float, slowdown: float) -> Profile:
     """An A100 with other links (bandwidth and start-up cost, across nodes too), computing speed, and overlap: across
     nodes collectives are slowed, too."""
-    profile = load_profile("a100")
+    profile = load_profile(PROFILES["a100"])
     factors = {"intra_node": bandwidth, "inter_node": bandwidth * inter}
     links = {
         name: replace(link, bandwidth=link.bandwidth * factors[name], alpha_ns=round(link.alpha_ns * alpha))
@@ -188,7 +189,7 @@ def test_relabelling_devices_changes_nothing(name: str) -> None:
     case = case_of(name)
     turned = [replace(s, first_rank=8 - s.num_ranks - s.first_rank) for s in case.plan.stages]
     plan = replace(case.plan, stages=tuple(turned))
-    first, second = (simulate(case.graph, p, load_profile("a100")) for p in (case.plan, plan))
+    first, second = (simulate(case.graph, p, load_profile(PROFILES["a100"])) for p in (case.plan, plan))
     assert (first.step_time_ns, first.breakdown) == (second.step_time_ns, second.breakdown)
     assert [lane.peak_bytes for lane in first.lanes] == [lane.peak_bytes for lane in second.lanes]
 
@@ -214,14 +215,14 @@ def test_recomputation_runs_every_block_again(name: str) -> None:
     again = sum(lane.breakdown.recompute_ns for lane in timeline.lanes)
     assert again == spent(timeline, "recompute", {e.name.partition(" #")[0] for e in timeline.events})
     assert again >= spent(timeline, "forward", inside) > 0
-    without = simulate(case.graph, replace(case.plan, recompute=()), load_profile("a100"))
+    without = simulate(case.graph, replace(case.plan, recompute=()), load_profile(PROFILES["a100"]))
     assert without.peak_bytes > timeline.peak_bytes and without.step_time_ns < timeline.step_time_ns
 
 
 def test_1f1b_holds_fewer_microbatches_than_gpipe_in_the_same_time() -> None:
     case = case_of("gpipe")
-    early = simulate(case.graph, replace(case.plan, schedule="1f1b"), load_profile("a100"))
-    late = simulate(*case, load_profile("a100"))
+    early = simulate(case.graph, replace(case.plan, schedule="1f1b"), load_profile(PROFILES["a100"]))
+    late = simulate(*case, load_profile(PROFILES["a100"]))
     activations = [[lane.memory_at_peak["activations"] for lane in timeline.lanes] for timeline in (early, late)]
     assert activations[0][0] == activations[1][0], "the first stage holds all four"
     assert activations[0][3] * 3 < activations[1][3], "the last stage holds one"

@@ -20,6 +20,7 @@ from autopar.substitute.pricing import Pricer
 from autopar.substitute.rewriting import rewritten
 from autopar.substitute.searching import Limits, Searcher
 from autopar.trace import trace
+from tests.oracles.frozen.cases import PROFILES
 from tests.substitute.adapted import Adapted
 
 RULES = ("merge-linears", "linear-after-linear", "scale-of-scale", "relu-twice", "adapter-folded-scaled")
@@ -50,7 +51,7 @@ def cells(count: int) -> Graph:
 
 
 def pricer() -> Pricer:
-    return Pricer(load_profile("h100"), trains=True)
+    return Pricer(load_profile(PROFILES["h100"]), trains=True)
 
 
 def test_parts_come_one_after_the_other_and_no_substitution_crosses_a_cut_between_cells() -> None:
