@@ -104,7 +104,7 @@ mesh = autopar.Mesh("h100", devices_per_node=4)
 # %%
 search = autopar.SearchBudget(seconds=10.0, gap=0.01, stages=False, substitutions=False, proposals=0)
 before = autopar.parallelize(model, mesh, batch, precision="bf16", search=search).plan
-print("\n".join(str(before).splitlines()[:7]))
+print("\n".join(str(before).splitlines()[:8]))
 
 # %% [markdown]
 # A rule names the dims of each operand and result. A lower-case letter may be split: what has the letter is sharded
@@ -129,7 +129,7 @@ for found in (by_hidden, by_sample, by_position):
 
 autopar.register_rule("mylib.gated.default", RULE)
 after = autopar.parallelize(model, mesh, batch, precision="bf16", search=search).plan
-print("\n".join(str(after).splitlines()[:7]))
+print("\n".join(str(after).splitlines()[:8]))
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 2.6), layout="constrained")
