@@ -94,8 +94,8 @@ plt.show()
 # %% [markdown]
 # ## What a GPU holds
 #
-# On one GPU, everything that a step needs has to fit, so the batch comes in many microbatches, or what its layers keep is
-# computed again in the backward pass. On more, parameters and optimizer state are stored in slices (ZeRO), and memory
+# On one GPU, everything that a step needs has to fit, so the batch comes in many microbatches, or what its layers keep
+# is computed again in the backward pass. On more, parameters and optimizer state are stored in slices (ZeRO), and memory
 # stops being what decides.
 
 # %%
