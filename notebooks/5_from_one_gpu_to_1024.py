@@ -95,8 +95,8 @@ plt.show()
 # ## What a GPU holds
 #
 # On one GPU, everything that a step needs has to fit, so the batch comes in many microbatches, or what its layers keep
-# is computed again in the backward pass. On more, parameters and optimizer state are stored in slices (ZeRO), and memory
-# stops being what decides.
+# is computed again in the backward pass. On more, parameters and optimizer state are stored in slices (ZeRO), and
+# memory stops being what decides.
 
 # %%
 kinds = ["parameters", "optimizer", "gradients", "activations", "activation gradients"]
