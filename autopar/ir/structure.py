@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+
+import torch
 
 from autopar.ir.graph import IDENTITY, Graph, Node, found_once
 from autopar.ir.mesh import MICROBATCH
@@ -42,6 +45,8 @@ def is_random(node: Node) -> bool:
     """Whether the operator draws random numbers: two equal calls of it are not equal, nor are those of two steps."""
     if node.op == FUNCTION:
         return bool(node.args[-1])
+    if not node.op.startswith(_TORCHS_OWN):
+        return _is_tagged_random(node.op)
     name = node.op.split(".")[1]
     if name in _RECURRENT:
         dropout, train = node.args[-4:-2] if node.op.endswith(".input") else (1.0, True)
@@ -50,6 +55,14 @@ def is_random(node: Node) -> bool:
         given = dict(node.kwargs).get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
         return bool(given > 0.0)
     return name in RANDOM
+
+
+@cache
+def _is_tagged_random(op: str) -> bool:
+    """What a custom operator says of itself."""
+    namespace, name, overload = op.split(".", 2)
+    found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    return torch.Tag.nondeterministic_seeded in found.tags
 
 
 def has_own_backward(node: Node) -> bool:

@@ -9,7 +9,7 @@ are put back exactly as they were.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property, lru_cache, partial
@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import InternalError
 from autopar.ir.graph import Graph, Node
-from autopar.trace.interpreter import run_graph
+from autopar.ir.structure import OWN_BACKWARD, has_own_backward
+from autopar.trace.interpreter import drawn_states, run_graph, undeclared_draws
 from autopar.trace.losses import with_loss
 from autopar.trace.machine import MachineAnswers
 from autopar.trace.originals import Originals, same_bits
@@ -324,11 +325,23 @@ def run_graph_steps(subject: Subject, steps: int, backward: int) -> Made:
         made.update(_made(step, [values[name] for name in subject.graph.outputs]))
         if subject.graph.loss is not None and step < backward:
             trained = {name: now[name] for name in subject.trained}
-            made.update(_gradients(step, values[subject.graph.loss], trained, subject.largest is None))
+            made.update(_drawing_nothing(subject.graph, partial(
+                _gradients, step, values[subject.graph.loss], trained, subject.largest is None
+            )))  # fmt: skip
         state.update(state_in_step(subject, updated(subject.graph, values), step, 2.0))
         changed = {name: state[name] for name in subject.graph.mutations if not same_bits(state[name], first[name])}
         made.update((Key(step, "state", name), value) for name, value in changed.items())
         del values
+    return made
+
+
+def _drawing_nothing(graph: Graph, backward: Callable[[], Made]) -> Made:
+    """What a backward pass makes. Torch's own draw nothing there; raises TraceError where a custom operator's does."""
+    own = [node for node in graph.nodes if has_own_backward(node) and node.op not in OWN_BACKWARD]
+    before = drawn_states() if own else ()
+    made = backward()
+    if own and drawn_states() != before:
+        raise undeclared_draws(own[0], " in its backward (or another custom operator of the model)")
     return made
 
 

@@ -220,7 +220,7 @@ def _compared(subject: Subject, steps: int, backward: int | None) -> str:
         kept.restore()
         try:
             found = run_graph_steps(subject, steps, backward)
-        except InternalError:
+        except (InternalError, TraceError):
             raise
         except Exception as error:
             if subject.sizes:

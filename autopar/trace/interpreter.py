@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from autopar.errors import TraceError
 from autopar.ir.graph import Graph, Node, map_references
-from autopar.ir.structure import HOOK, OWN_BACKWARD
+from autopar.ir.structure import HOOK, OWN_BACKWARD, has_own_backward, is_random
 from autopar.ops import overload, real
 from autopar.ops.functions import call_own
 from autopar.trace.smaller import Sizes, fitted
@@ -45,7 +50,10 @@ def run_graph(
         if node.op in OWN_BACKWARD:
             made: Any = call_own(node, args[0 if node.op == HOOK else 1])
         else:
+            before = drawn_states() if has_own_backward(node) else None
             made = overload(node.op)(*fitted(graph, node, args, sizes or {}), **kwargs)
+            if before is not None and not is_random(node) and drawn_states() != before:
+                raise undeclared_draws(node)
         results = made if isinstance(made, (tuple, list)) else [made]
         named = [(name, value) for name, value in zip(node.outputs, results, strict=True) if name is not None]
         values.update(named)
@@ -66,3 +74,21 @@ def _last_reads(graph: Graph) -> dict[str, list[str]]:
         if name not in kept:
             dead.setdefault(node_name, []).append(name)
     return dead
+
+
+def drawn_states() -> tuple[bytes, ...]:
+    """Of all generators that an operator may draw from: two are equal where nothing has drawn between."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
+        states += torch.cuda.get_rng_state_all()
+    python = pickle.dumps((random.getstate(), np.random.get_state(legacy=False)))
+    return (python, *(state.numpy().tobytes() for state in states))
+
+
+def undeclared_draws(node: Node, where: str = "") -> TraceError:
+    """Each rank would draw its own numbers."""
+    return TraceError(
+        f"expected {node.op} at {node.source or 'an unknown line'} to draw no random numbers{where}, found that it "
+        "does. Draw with torch's functions, in its forward, and say so where it is defined, by torch.library.custom_op("
+        "…, tags=torch.Tag.nondeterministic_seeded), so that all ranks draw the same; or give it the numbers as an operand"
+    )

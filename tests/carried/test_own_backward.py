@@ -1,5 +1,5 @@
-"""A backward of somebody's own, not linear in the gradient, of a weight that several operators read: it is given the
-whole gradient, however the model is split."""
+"""Functions, hooks and custom operators: a backward of somebody's own, not linear in the gradient, of a weight that
+several operators read, is given the whole gradient, however the model is split; and what draws says so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import PlanError
+from autopar.errors import PlanError, TraceError
 from autopar.trace import trace
 from tests.carried.compared import compare, planned, sharded, single
 from tests.carried.functions import Clipped
@@ -30,6 +30,24 @@ def bounded(x: Tensor) -> Tensor:
 
 bounded.register_fake(torch.empty_like)
 bounded.register_autograd(lambda ctx, gradient: gradient.clamp(-MOST, MOST))
+
+
+def _noisy(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x)
+
+
+tagged = torch.library.custom_op(
+    "autopar_tests::tagged", _noisy, mutates_args=(), schema="(Tensor x) -> Tensor",
+    tags=torch.Tag.nondeterministic_seeded,
+)  # fmt: skip
+silent = torch.library.custom_op("autopar_tests::silent", _noisy, mutates_args=(), schema="(Tensor x) -> Tensor")
+later = torch.library.custom_op(
+    "autopar_tests::later", lambda x: x.clone(), mutates_args=(), schema="(Tensor x) -> Tensor"
+)
+for drawing in (tagged, silent, later):
+    drawing.register_fake(torch.empty_like)
+    drawing.register_autograd(lambda ctx, gradient: gradient)
+later.register_autograd(lambda ctx, gradient: gradient * torch.rand_like(gradient))
 
 
 class Read(nn.Module):
@@ -100,3 +118,17 @@ def test_what_torch_derives_runs_where_it_is_read() -> None:
     """In both stages, rather than sent."""
     plan = planned(Read(lambda weight: weight * 2.0), batch(), **HOWS["stages"]).plan
     assert all(any(name.startswith("mul") for name in stage.nodes) for stage in plan.stages)
+
+
+@pytest.mark.parametrize("how", ["dp", "tp", "zero"])
+def test_an_operator_that_says_that_it_draws_draws_the_same_on_all_ranks(how: str) -> None:
+    model = Read(tagged)
+    ranks = sharded(planned(model, batch(), **HOWS[how]), model, batch())
+    assert compare(single(model, batch()), ranks) == []
+
+
+@pytest.mark.parametrize(("operator", "where"), [(silent, "numbers, found"), (later, "in its backward")])
+def test_one_that_draws_and_does_not_say_so_is_refused(operator: Callable[[Tensor], Tensor], where: str) -> None:
+    told = rf"(?s)autopar_tests.\w+.default at .*test_own_backward.py:\d+ to draw no.*{where}.*nondeterministic_seeded"
+    with pytest.raises(TraceError, match=told):
+        planned(Read(operator), batch(), dp=2)
