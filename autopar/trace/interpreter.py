@@ -90,5 +90,5 @@ def undeclared_draws(node: Node, where: str = "") -> TraceError:
     return TraceError(
         f"expected {node.op} at {node.source or 'an unknown line'} to draw no random numbers{where}, found that it "
         "does. Draw with torch's functions, in its forward, and say so where it is defined, by torch.library.custom_op("
-        "…, tags=torch.Tag.nondeterministic_seeded), so that all ranks draw the same; or give it the numbers as an operand"
+        "…, tags=torch.Tag.nondeterministic_seeded), so that all ranks draw the same; or give it them as an operand"
     )
