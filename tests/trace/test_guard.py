@@ -125,6 +125,12 @@ SEEN: dict[str, tuple[Act, dict[str, Any], str]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """In which output or gradient values first part depends on the weights."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def _python_state_unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused while a model is traced gets as far as the comparison."""
