@@ -86,6 +86,8 @@ def _is_identity(graph: Graph, node: Node) -> bool:
         return same and all(key in ("dtype", "device", "layout") for key, _ in node.kwargs)
     if node.op == "aten.slice.Tensor":
         return same
+    if node.op.startswith("aten.squeeze."):  # of dims that are not 1, as those of a microbatch or of a slice may be
+        return same
     if node.op == "aten.add.Tensor" and len(node.operands) == 1:  # how Python's sum() begins
         return same and not node.kwargs and node.args[1:] == (0,)
     return node.op == "aten.native_dropout.default" and (node.args[1] == 0.0 or node.args[2] is False) and same

@@ -337,3 +337,18 @@ def test_casts_of_one_tensor_to_integers_and_to_floats_are_told_apart() -> None:
     casts = {graph.tensors[n.results[0]].dtype: n.results[0] for n in graph.nodes if "_to_copy" in n.op}
     flows = {dtype: graph.tensors[name].differentiable for dtype, name in casts.items()}
     assert {"int32": False, "float64": True, "complex64": True}.items() <= flows.items()
+
+
+def test_squeezing_dims_that_are_not_one_is_nothing() -> None:
+    """In a microbatch of one sample it would take the dim away."""
+
+    class Squeezing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).squeeze(0).square().mean()
+
+    graph = trace(Squeezing(), {"x": torch.randn(4, 8)})
+    assert not any("squeeze" in node.op for node in graph.nodes)
