@@ -71,6 +71,7 @@ def test_constructs_that_two_runs_in_one_process_may_not_tell(key: str, kind: st
         ("samples as groups of channels", "microbatches", EQUAL),
         ("squeezed of all dims of one", "samples", EQUAL),
         ("squeezed of named dims", "samples", EQUAL),
+        ("a bag of samples", "dp", EQUAL),
     ],
 )
 def test_what_ranks_exchange_inside_of_an_operator_microbatches_cannot(name: str, plan: str, kind: str) -> None:
