@@ -34,7 +34,7 @@ from autopar.planning import DividedGraph, Place, divided
 from autopar.profiler import load_profile
 from autopar.request import Request, SearchBudget
 from autopar.simulate import Incremental, predict
-from autopar.template import CONTEXTS, positions, template_axes, template_constraints, template_recompute
+from autopar.template import positions, template_axes, template_constraints, template_recompute
 from autopar.trace import find_blocks
 from autopar.tunables import (
     ALIKE,
@@ -152,13 +152,13 @@ class Family:
             if is_interrupted() or not self._may_be_near(self.request.mesh.num_devices // tp, tp):
                 break
 
-    def look_at_contexts(self) -> None:
+    def look_at_contexts(self, contexts: Sequence[str]) -> None:
         """At shapes that split sequences, of a graph that says where they may be (`rewrites.for_sequences`)."""
         for tp in divisors(self.request.mesh.devices_per_node):
             among = self.request.mesh.num_devices // tp
             for cp in sorted(set(divisors(among)) - {1}):
                 counts = self._counts_of(among // cp) or [1]  # one sample is not cut, and needs no other number
-                for context in CONTEXTS if self.samples >= among // cp else ():
+                for context in contexts if self.samples >= among // cp else ():
                     one = Template(among // cp, tp, 3, cp=cp, context=context)
                     if is_interrupted() or self._likely_ns(self._look_at(one, counts)) > ALIKE * self.best_ns:
                         break
@@ -352,13 +352,13 @@ class Family:
 
 
 def faster_templates(
-    graph: Graph, plan: Plan | None, request: Request, contexts: bool = False
+    graph: Graph, plan: Plan | None, request: Request, contexts: Sequence[str] = ()
 ) -> tuple[list[Tried], Iterator[tuple[Outline, Plan, Callable[[], Plan]]]]:
     """Templates of a graph that may be faster than a plan, if there is one: a row of the report for each that is looked
     at, and of those that fit the outline, the plan, and what states it for the step. contexts: those that split
-    sequences, and no others."""
+    sequences in these ways, and no others."""
     family = Family(graph, plan, request)
-    (family.look_at_contexts if contexts else family.look)()
+    family.look_at_contexts(contexts) if contexts else family.look()
     found = ((place.outline, plan, partial(_stated, name, place, plan)) for name, place, plan in family.found)
     return family.rows, found
 

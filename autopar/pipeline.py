@@ -170,7 +170,8 @@ def template_plan(
     dp, with a copy for each such group: gradients are reduce-scattered inside and all-reduced across. 1: among all.
     cp: among how many ranks sequences are split (context parallelism): what is made of positions, which are dim 1 of
     inputs, losses too. context: how attention runs then. "gather": queries stay, keys and values come from all ranks
-    inside of each attention operator, again for its backward pass; "heads": an all-to-all before and after it, so that
+    inside of each attention operator, again for its backward pass; "ring": they pass from rank to rank while the block
+    at hand is computed, so that none has all of them; "heads": an all-to-all before and after it, so that
     each rank has some heads of the whole sequence (Ulysses). Parameters are sharded over dp and cp where zero says so.
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost

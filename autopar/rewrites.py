@@ -115,12 +115,14 @@ def _on_whole(graph: Graph, found: GraphCandidate, pricer: Pricer) -> list[Graph
     return []
 
 
-def for_sequences(graph: Graph) -> tuple[Graph, tuple[Substitution, ...]]:
-    """The graph whose sequences may be split, and the substitutions that make it of a traced model's."""
-    steps = list[Substitution]()
+def for_sequences(graph: Graph, ring: bool = False) -> tuple[Graph, tuple[Substitution, ...]]:
+    """The graph whose sequences may be split, and the substitutions that make it of a traced model's. ring: attention
+    over a split sequence has keys and values pass from rank to rank, wherever it can."""
+    steps, told = list[Substitution](), sequences
     for rule, statement, find, tell in (
         (RULE, STATEMENT, under_causal_masks, without_masks),
-        (sequences.RULE, sequences.STATEMENT, sequences.over_sequences, sequences.with_sequences),
+        (told.RULE, told.STATEMENT, told.over_sequences, told.with_sequences),
+        *([(told.RING_RULE, told.RING_STATEMENT, told.over_rings, told.with_rings)] if ring else []),
     ):
         names = find(graph)
         if names:
@@ -136,7 +138,7 @@ def graph_of(plan: Plan, graph: Graph) -> Graph:
 
 
 def _replayed(graph: Graph, steps: tuple[Substitution, ...]) -> Graph:
-    told = {RULE: without_masks, sequences.RULE: sequences.with_sequences}
+    told = {RULE: without_masks, sequences.RULE: sequences.with_sequences, sequences.RING_RULE: sequences.with_rings}
     for step in steps:
         if step.rule in told:
             graph = told[step.rule](graph, step.roots)

@@ -21,7 +21,7 @@ DATA = ("dp", "hsdp")
 """The axes that samples are split on: of hierarchical data parallelism, copies of parameters and shards of them."""
 
 
-CONTEXTS = ("gather", "heads")
+CONTEXTS = ("gather", "ring", "heads")
 """How attention over positions that are split may run."""
 
 

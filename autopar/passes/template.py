@@ -36,11 +36,15 @@ def contexts(front: Front, context: Context) -> Iterator[Candidate]:
     if front.round > 1 or not _is_open(context.request) or longest_sequence(front.given.graph) < LONG_SEQUENCE:
         return
     best = front.best_of(front.given)
-    graph, steps = for_sequences(front.given.graph)
-    asked = Candidate(GraphCandidate(graph, steps, 0))
-    rows, found = faster_templates(graph, None if best is None else best.plan, context.request, contexts=True)
-    context.rows += rows
-    yield from (of_plan(asked, *one) for one in found)
+    plan = None if best is None else best.plan
+    for ways in (("gather", "heads"), ("ring",)):
+        graph, steps = for_sequences(front.given.graph, ring="ring" in ways)
+        asked = Candidate(GraphCandidate(graph, steps, 0))
+        rows, found = faster_templates(graph, plan, context.request, ways)
+        context.rows += rows
+        for one in found:
+            plan = one[1] if plan is None or one[1].predicted.step_time_ns < plan.predicted.step_time_ns else plan
+            yield of_plan(asked, *one)
 
 
 def _faster(front: Front, context: Context, plan: Plan | None) -> Iterator[Candidate]:
