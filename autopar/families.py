@@ -157,11 +157,22 @@ class Family:
         for tp in divisors(self.request.mesh.devices_per_node):
             among = self.request.mesh.num_devices // tp
             for cp in sorted(set(divisors(among)) - {1}):
-                counts = self._counts_of(among // cp) or [1]  # one sample is not cut, and needs no other number
-                for context in contexts if self.samples >= among // cp else ():
-                    one = Template(among // cp, tp, 3, cp=cp, context=context)
-                    if is_interrupted() or self._likely_ns(self._look_at(one, counts)) > ALIKE * self.best_ns:
-                        break
+                if self.samples < among // cp:
+                    continue
+                likely_ns = self._look_at_context(among // cp, tp, cp, contexts)
+                if is_interrupted() or likely_ns > ALIKE * self.best_ns:
+                    break  # where more ranks split a sequence, they send more
+
+    def _look_at_context(self, dp: int, tp: int, cp: int, contexts: Sequence[str]) -> float:
+        """What a step likely takes in the best of some ways, until one is far from the best plan."""
+        counts = self._counts_of(dp) or [1]  # one sample is not cut, and needs no other number
+        likely_ns = math.inf
+        for context in contexts:
+            own_ns = self._likely_ns(self._look_at(Template(dp, tp, 3, cp=cp, context=context), counts))
+            likely_ns = min(likely_ns, own_ns)
+            if own_ns > ALIKE * self.best_ns:
+                break
+        return likely_ns
 
     def _may_be_near(self, dp: int, tp: int) -> bool:
         """Looks at a shape. False where it is so much slower than the best, whatever its memory, that no larger `tp`,

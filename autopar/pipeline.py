@@ -40,7 +40,7 @@ from autopar.passes.template import contexts, outset, template
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Ended, Report, reporting_passes
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
-from autopar.rewrites import graph_of
+from autopar.rewrites import graph_of, with_contexts
 from autopar.simulate import Timeline, predict
 from autopar.step import simulated_step, with_simulator
 from autopar.template import check_context, check_hsdp, template_axes, template_ranks
@@ -128,7 +128,10 @@ def planned_jointly(
 
     Raises like `parallelize`.
     """
-    return search(PASSES, graph, Context(request, progress, ended or reporting_passes(progress)))
+    graph, told, rules = with_contexts(graph, request.constraints)
+    request = replace(request, constraints=(*request.constraints, *rules))
+    graph, plan = search(PASSES, graph, Context(request, progress, ended or reporting_passes(progress)))
+    return graph, replace(plan, substitutions=(*told, *plan.substitutions))
 
 
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:

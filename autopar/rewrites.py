@@ -9,12 +9,14 @@ what that is worth shows only where they are sharded.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.cost.memory import optimizer_of
 from autopar.errors import PlanError
+from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Substitution
 from autopar.microbatch import divided_graph
@@ -26,6 +28,7 @@ from autopar.substitute.lifting import lifted
 from autopar.substitute.masks import RULE, STATEMENT, under_causal_masks, without_masks
 from autopar.substitute.pricing import Pricer
 from autopar.substitute.searching import SHORT
+from autopar.template import attention_nodes
 from autopar.trace import find_blocks
 from autopar.tunables import SUBSTITUTION_S, SUBSTITUTION_SHARE
 
@@ -130,6 +133,38 @@ def for_sequences(graph: Graph, ring: bool = False) -> tuple[Graph, tuple[Substi
             steps.append(Substitution(rule, statement, "proved", "", modules, tuple(names), {}))
             graph = tell(graph, names)
     return graph, tuple(steps)
+
+
+def with_contexts(
+    graph: Graph, rules: Sequence[Constraint]
+) -> tuple[Graph, tuple[Substitution, ...], tuple[Constraint, ...]]:
+    """Where rules pin how attention runs over split sequences, the graph that does so with the substitutions that make
+    it, and the constraints that leave nothing else. Raises PlanError for a rule about no attention."""
+    pinned = [rule for rule in rules if rule.context is not None]
+    if not pinned:
+        return graph, (), ()
+    told, steps = for_sequences(graph)
+    ways = dict[str, str]()
+    for rule in pinned:
+        found = [node for node in attention_nodes(told) if rule.matches(node.name, node.scope.module)]
+        if not found:
+            raise PlanError(
+                f"expected attention for context={rule.context!r}, found none that {rule.pattern!r} matches"
+            )
+        ways.update((node.name, str(rule.context)) for node in found)
+    rings = tuple(name for name in sequences.over_rings(told) if ways.get(name) == "ring")
+    if rings:
+        modules = tuple(told.node_by_name[name].scope.module for name in rings)
+        steps += (Substitution(sequences.RING_RULE, sequences.RING_STATEMENT, "proved", "", modules, rings, {}),)
+        told = sequences.with_rings(told, rings)
+    results = (told.node_by_name[name].results[0] for name, way in ways.items() if way == "heads")
+    return told, steps, tuple(_by_heads(name, len(told.tensors[name].shape)) for name in results)
+
+
+def _by_heads(name: str, rank: int) -> Constraint:
+    """A result of attention, which is not split along its sequence."""
+    dims = (f"S({dim})" for dim in range(rank) if dim != rank - 2)
+    return Constraint(name, (*dims, "R", "I", "P"), what="tensor")
 
 
 def graph_of(plan: Plan, graph: Graph) -> Graph:

@@ -33,12 +33,15 @@ def template(front: Front, context: Context) -> Iterator[Candidate]:
 
 def contexts(front: Front, context: Context) -> Iterator[Candidate]:
     """Templates whose sequences are split, where they are long, of the graph that says where they may be."""
-    if front.round > 1 or not _is_open(context.request) or longest_sequence(front.given.graph) < LONG_SEQUENCE:
+    pinned = sorted({rule.context for rule in context.request.constraints if rule.context is not None})
+    given = front.given.graph
+    if front.round > 1 or not _is_open(context.request) or not (pinned or longest_sequence(given) >= LONG_SEQUENCE):
         return
     best = front.best_of(front.given)
     plan = None if best is None else best.plan
-    for ways in (("gather", "heads"), ("ring",)):
-        graph, steps = for_sequences(front.given.graph, ring="ring" in ways)
+    looks: list[tuple[str, ...]] = [(way,) for way in pinned] or [("gather", "heads"), ("ring",)]
+    for ways in looks:
+        graph, steps = (given, ()) if pinned else for_sequences(given, ring="ring" in ways)
         asked = Candidate(GraphCandidate(graph, steps, 0))
         rows, found = faster_templates(graph, plan, context.request, ways)
         context.rows += rows

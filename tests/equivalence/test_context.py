@@ -13,11 +13,11 @@ import transformers
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import PlanError
+from autopar.errors import AutoparError, PlanError
 from autopar.families import faster_templates
 from autopar.request import BUDGETS, Request
-from autopar.rewrites import for_sequences
-from autopar.template import CONTEXTS
+from autopar.rewrites import for_sequences, with_contexts
+from autopar.template import CONTEXTS, attention_nodes
 from autopar.trace import trace
 from autopar.tunables import LONG_SEQUENCE
 from models import gpt, llama
@@ -147,6 +147,34 @@ def test_what_the_search_looks_at_computes_the_same() -> None:
     best = min((made() for _, _, made in found), key=lambda plan: plan.predicted.step_time_ns)
     plan = autopar.Plan.from_json(replace(best, substitutions=steps).to_json())
     assert_equal(model, batch, autopar.parallelize(model, plan.mesh, batch, plan=plan))
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_constraint_says_how_attention_runs(context: Any) -> None:
+    """Of one sample, whose one head nobody can share: split by positions, or not at all."""
+    config = gpt.Config(num_layers=1, seq_len=16, batch_size=1, num_heads=1)
+    model, batch = gpt.build(config), gpt.example_inputs(config)
+    graph, steps, rules = with_contexts(trace(model, batch), [autopar.Constraint("*", context=context)])
+    node = attention_nodes(graph)[0]
+    assert dict(node.kwargs).get("ring", False) == (context == "ring")
+    assert steps[-1].rule == ("ring-attention" if context == "ring" else "split-sequence")
+    assert [rule.allow for rule in rules] == ([("S(0)", "S(1)", "S(3)", "R", "I", "P")] if context == "heads" else [])
+    mesh = autopar.Mesh("cpu", devices_per_node=2)
+    along = autopar.Constraint(node.results[0], ("S(2)",), what="tensor", stages=1)
+    rows = [autopar.Constraint("*", context=context), along]
+    if context == "heads":
+        with pytest.raises(AutoparError):
+            autopar.parallelize(model, mesh, batch, constraints=rows, search="fast")
+        return
+    program = autopar.parallelize(model, mesh, batch, constraints=rows, search="fast")
+    assert program.source.count("rt.context_attention") == 1
+    assert program.source.count("ring=True") == (context == "ring")
+    assert_equal(model, batch, program)
+
+
+def test_a_constraint_about_no_attention_is_refused() -> None:
+    with pytest.raises(PlanError, match="found none that 'nothing' matches"):
+        with_contexts(trace(*built("gpt")), [autopar.Constraint("nothing", context="ring")])
 
 
 def test_long_sequences_alone_are_looked_at() -> None:
