@@ -45,7 +45,7 @@ def template_of_graph(
     axes = template_axes(mesh, dp, tp, pp, hsdp, cp)
     check_hsdp(mesh, pp, hsdp, zero)
     check_context(mesh, cp, context)
-    graph, told = for_sequences(graph) if cp > 1 else (graph, ())
+    graph, told = for_sequences(graph, ring=context == "ring") if cp > 1 else (graph, ())
     first_ranks = template_ranks(mesh, pp, chunks, schedule)
     part = divided(graph, find_blocks(graph), microbatches)
     paths = tuple(path for group in part.blocks.paths for path in group)

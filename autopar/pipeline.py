@@ -40,7 +40,7 @@ from autopar.passes.template import contexts, outset, template
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Ended, Report, reporting_passes
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
-from autopar.rewrites import graph_of
+from autopar.rewrites import graph_of, with_contexts
 from autopar.simulate import Timeline, predict
 from autopar.step import simulated_step, with_simulator
 from autopar.template import check_context, check_hsdp, template_axes, template_ranks
@@ -128,7 +128,10 @@ def planned_jointly(
 
     Raises like `parallelize`.
     """
-    return search(PASSES, graph, Context(request, progress, ended or reporting_passes(progress)))
+    graph, told, rules = with_contexts(graph, request.constraints)
+    request = replace(request, constraints=(*request.constraints, *rules))
+    graph, plan = search(PASSES, graph, Context(request, progress, ended or reporting_passes(progress)))
+    return graph, replace(plan, substitutions=(*told, *plan.substitutions))
 
 
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
@@ -170,7 +173,8 @@ def template_plan(
     dp, with a copy for each such group: gradients are reduce-scattered inside and all-reduced across. 1: among all.
     cp: among how many ranks sequences are split (context parallelism): what is made of positions, which are dim 1 of
     inputs, losses too. context: how attention runs then. "gather": queries stay, keys and values come from all ranks
-    inside of each attention operator, again for its backward pass; "heads": an all-to-all before and after it, so that
+    inside of each attention operator, again for its backward pass; "ring": they pass from rank to rank while the block
+    at hand is computed, so that none has all of them; "heads": an all-to-all before and after it, so that
     each rank has some heads of the whole sequence (Ulysses). Parameters are sharded over dp and cp where zero says so.
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, get_args
 
 from autopar.errors import MeshError, PlanError
-from autopar.ir.constraint import Constraint
+from autopar.ir.constraint import Constraint, Context
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
 from autopar.ir.placement import S, Type
@@ -21,7 +21,7 @@ DATA = ("dp", "hsdp")
 """The axes that samples are split on: of hierarchical data parallelism, copies of parameters and shards of them."""
 
 
-CONTEXTS = ("gather", "heads")
+CONTEXTS = get_args(Context)
 """How attention over positions that are split may run."""
 
 
