@@ -32,6 +32,7 @@ from autopar.ir.constraint import Constraint
 from autopar.ir.mesh import Mesh
 from autopar.ir.naming import printable
 from autopar.ir.plan import Plan
+from autopar.ir.routing import Routing
 from autopar.pipeline import parallelize, played, template_plan, verify, with_timeline
 from autopar.profiler import load_profile, measure_profile
 from autopar.profiler.linked import read_links, with_measured_links
@@ -130,6 +131,10 @@ def _planning(commands: Any) -> None:
     )
     plan.add_argument("--search", choices=("fast", "default", "thorough"), default="default")
     plan.add_argument("--precision", choices=("bf16",), help="bf16 compute with float32 master weights")
+    plan.add_argument(
+        "--routing", type=routing_of, metavar="TEXT",
+        help="how tokens choose experts: balanced, power_law:1.2, or a file that autopar profile --routing wrote",
+    )  # fmt: skip
     plan.add_argument("--template", help="plan by hand instead of searching: dp=2,tp=2,zero=3")
     plan.add_argument(
         "--split", choices=("equal", "speed"),
@@ -196,6 +201,15 @@ def _size(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f"expected a number of bytes above 0, such as 16GB, found {text!r}")
     return size
+
+
+def routing_of(text: str) -> Routing:
+    """Reads balanced, power_law:1.2 or the name of a file of counts."""
+    try:
+        is_file = text.endswith(".json") or Path(text).is_file()
+        return Routing.read(text) if is_file else Routing.parse(text)
+    except PlanError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def parse_constraint(text: str) -> Constraint:
@@ -307,7 +321,7 @@ def _may_be_config(member: Any) -> bool:
 def _plan(options: argparse.Namespace) -> int:
     mesh, template = Mesh.parse(options.mesh), _template(options.template)
     model, inputs = load_model(options.model, options.meta)
-    asked = {name: getattr(options, name) for name in ("mode", "precision", "memory_limit", "optimizer")}
+    asked = {name: getattr(options, name) for name in ("mode", "precision", "memory_limit", "optimizer", "routing")}
     if template is not None and options.constraint:
         raise PlanError(
             "expected --template or --constraint, found both: constraints bound a search, and a template is none"

@@ -25,8 +25,10 @@ from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, checked
 from autopar.ir.plan import Plan
+from autopar.ir.routing import Routing
 from autopar.microbatch import check_plan
 from autopar.odds import with_odds
+from autopar.ops.experts import with_routing
 from autopar.passes.balance import balance
 from autopar.passes.branch import branch
 from autopar.passes.fit import fit
@@ -79,6 +81,7 @@ def parallelize(
     precision: str | None = None,
     memory_limit: int | None = None,
     constraints: Sequence[Constraint] = (),
+    routing: Routing | None = None,
     plan: Plan | None = None,
     search: str | SearchBudget = "default",
     progress: Report | None = None,
@@ -86,15 +89,17 @@ def parallelize(
 ) -> PlannedProgram:
     """Turns a single-device model into the fastest sharded program for a mesh that the search finds.
 
-    example_inputs: one global batch (real or meta tensors). memory_limit: bytes a device. plan: a saved plan, used
-    after validation instead of a search; its mode is taken too. check: whether the traced graph is run beside the model
-    where it has real weights, once for each graph of a model; the plan says what came of it, and a difference is a
-    TraceError. Ctrl-C ends a search with the best plan so far. Raises AutoparError subclasses; InfeasibleError when
-    nothing fits.
+    example_inputs: one global batch (real or meta tensors). memory_limit: bytes a device. routing: how tokens choose
+    experts, balanced where it is not said; time is then a mean, with its 99th percentile beside it, and memory that of
+    the 99th percentile. plan: a saved plan, used after validation instead of a search; its mode is taken too, and its
+    routing, unless another is given, under which it is predicted anew. check: whether the traced graph is run beside
+    the model where it has real weights, once for each graph of a model; the plan says what came of it, and a difference
+    is a TraceError. Ctrl-C ends a search with the best plan so far. Raises AutoparError subclasses; InfeasibleError
+    when nothing fits.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, constraints=constraints,
-        progress=progress, **({} if plan is None else {"plan": plan}),
+        progress=progress, routing=routing, **({} if plan is None else {"plan": plan}),
     )  # fmt: skip
     mesh, ended = checked(mesh), reporting_passes(progress)
     memory_limit_of(memory_limit)  # refused before the model is traced
@@ -108,16 +113,27 @@ def parallelize(
         limit, budget = memory_limit_of(memory_limit), budget_of(search)
         request = Request(mesh, mode, optimizer, limit, tuple(constraints), budget, precision)
         with interrupts_caught():
-            graph, plan = planned_jointly(graph, request, progress, ended)
+            graph, plan = planned_jointly(with_routing(graph, routing), request, progress, ended)
+        plan = replace(plan, routing=routing)
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     else:
-        graph = graph_of(plan, graph)
+        graph, plan = _under(routing, plan, graph)
     check_plan(graph, plan)
     source = emit(graph, plan)
     ended("emit", f"{source.count(chr(10)):,} lines")
     plan = replace(with_simulator(plan, graph), checked_against_eager=against_eager)
     return PlannedProgram(graph, plan, source, model_state(with_loss(model, loss_fn)))
+
+
+def _under(routing: Routing | None, plan: Plan, graph: Graph) -> tuple[Graph, Plan]:
+    """A plan that is given, and its graph; predicted anew where another routing is given than it was made for."""
+    if routing is None or routing == plan.routing:
+        return graph_of(plan, graph), plan
+    plan = replace(plan, routing=routing)
+    graph = graph_of(plan, graph)
+    check_plan(graph, plan)
+    return graph, with_odds(replace(plan, predicted=predict(simulated_step(graph, plan))), graph)
 
 
 @without_collector()
@@ -152,7 +168,7 @@ def template_plan(
     schedule: str = "1f1b", chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False,
     zero: int = 0, hsdp: int = 1, cp: int = 1, context: str = "gather", recompute: str = "none", split: str = "equal",
     loss_fn: Callable[..., Any] | None = None, mode: str = "train", optimizer: str | None = "adamw",
-    precision: str | None = None, memory_limit: int | None = None, check: bool = True,
+    precision: str | None = None, memory_limit: int | None = None, routing: Routing | None = None, check: bool = True,
 ) -> Plan:  # fmt: skip
     """The plan that people write by hand for dp × cp × tp × pp devices, as constraints around which the rest is solved.
 
@@ -175,11 +191,11 @@ def template_plan(
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
     modules around each block's attention operator alone; "selective" for operators that are cheap for the memory that
-    this frees, such as norms and activations. check: as in `parallelize`.
+    this frees, such as norms and activations. routing, check: as in `parallelize`.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, dp=dp, tp=tp, pp=pp, zero=zero,
-        hsdp=hsdp, cp=cp, microbatches=microbatches, chunks=chunks, layers=layers,
+        hsdp=hsdp, cp=cp, microbatches=microbatches, chunks=chunks, layers=layers, routing=routing,
     )  # fmt: skip
     template_axes(checked(mesh), dp, tp, pp, hsdp, cp)  # refused before the model is traced
     check_hsdp(mesh, pp, hsdp, zero)
@@ -189,12 +205,12 @@ def template_plan(
     graph = _trace(*given)
     against_eager = _checked_against_eager(graph, *given) if check else _NOT_ASKED
     plan = template_of_graph(
-        graph, mesh, dp=dp, tp=tp, pp=pp,
+        with_routing(graph, routing), mesh, dp=dp, tp=tp, pp=pp,
         microbatches=microbatches, schedule=schedule, chunks=chunks, layers=layers, sequence_parallel=sequence_parallel,
         zero=zero, hsdp=hsdp, cp=cp, context=context, recompute=recompute, split=split, mode=mode, optimizer=optimizer,
         precision=precision, memory_limit=memory_limit,
     )  # fmt: skip
-    return replace(plan, checked_against_eager=against_eager)
+    return replace(plan, routing=routing, checked_against_eager=against_eager)
 
 
 @faults_told()

@@ -18,6 +18,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Substitution
 from autopar.microbatch import divided_graph
+from autopar.ops.experts import with_routing
 from autopar.planning import pinned_tensors
 from autopar.profiler import load_profile
 from autopar.request import Request
@@ -131,8 +132,9 @@ def for_sequences(graph: Graph) -> tuple[Graph, tuple[Substitution, ...]]:
 
 
 def graph_of(plan: Plan, graph: Graph) -> Graph:
-    """The graph that a plan is for: a model's traced graph after the plan's substitutions. Raises PlanError."""
-    return _replayed(graph, plan.substitutions)
+    """The graph that a plan is for: a model's traced graph with the plan's routing, after its substitutions. Raises
+    PlanError."""
+    return _replayed(with_routing(graph, plan.routing), plan.substitutions)
 
 
 def _replayed(graph: Graph, steps: tuple[Substitution, ...]) -> Graph:
