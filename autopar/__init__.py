@@ -48,6 +48,7 @@ views.fill(
         "picture": "autopar.show.picture:picture",
         "prediction": "autopar.simulate.timeline:predict",
         "perfetto": "autopar.show.perfetto:trace",
+        "measured_routing": "autopar.trace.popularity:measured",
         "to_json": "autopar.ir.serialization:to_json",
         "from_json": "autopar.ir.serialization:from_json",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from functools import partial
 from importlib import import_module
@@ -108,6 +109,12 @@ def _measuring(commands: Any) -> None:
     profile.add_argument("--points", type=Path, help="keep measured points here, and go on from those that are there")
     profile.add_argument("--windows", type=int, default=3, help="how often all of this host is measured; medians count")
     profile.add_argument("--pause", type=float, default=0.0, help="seconds between windows: longer ones outlast drift")
+    profile.add_argument(
+        "--routing", metavar="MODEL", help="module:config: how often its routers choose each expert, for plan --routing"
+    )
+    profile.add_argument(
+        "--batches", type=int, default=1, help="of --routing: batches(config), or example_inputs, so many"
+    )
     profile.add_argument("--collectives", action="store_true", help="under torchrun: collectives along axes of meshes")
     profile.add_argument("--axes", type=parse_mesh, action="append", default=[], help="of --collectives, such as 2x4")
     profile.add_argument("--seconds", type=float, default=120.0, help="about how long --collectives may take")
@@ -433,6 +440,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
+    if options.routing:
+        return _profile_routing(options)
     if options.folder:
         return _profile_from(options)
     if options.collectives or options.links:
@@ -447,6 +456,37 @@ def _profile(options: argparse.Namespace) -> int:
     name = path if options.output else "cpu"
     print(f"written to {path}; plan with it: --mesh {name}:4")
     return 0
+
+
+def _profile_routing(options: argparse.Namespace) -> int:
+    """Of a model with the weights that its `build` gives it, on what its `batches` or `example_inputs` give."""
+    if options.output is None:
+        raise PlanError("expected -o FILE for the counts, found none; take -o routing.json")
+    model, inputs = load_model(options.routing)
+    found = Routing.measured(model, _batches(options.routing, inputs, max(1, options.batches)))
+    for path, counts in found.counts:
+        mean = sum(counts) / len(counts)
+        print(
+            f"  {path.ljust(40)} {len(counts)} experts, {sum(counts):,} choices: the hottest has "
+            f"{max(counts) / mean:.2f} times the mean, the coldest {min(counts) / mean:.2f}"
+        )
+    found.save(options.output)
+    print(f"written to {options.output}; plan with it: --routing {options.output}")
+    return 0
+
+
+def _batches(text: str, first: Any, count: int) -> Iterator[Any]:
+    """So many batches of a model's module: those of its `batches(config)`, or else of `example_inputs(config)`."""
+    name, _, attribute = text.partition(":")
+    module = import_module(name)
+    config = getattr(module, attribute or "Config")
+    config = config() if callable(config) else config
+    if hasattr(module, "batches"):
+        yield from itertools.islice(module.batches(config), count)
+        return
+    yield first
+    for _ in range(count - 1):
+        yield module.example_inputs(config)
 
 
 def _profile_from(options: argparse.Namespace) -> int:

@@ -22,6 +22,8 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.ir import reading
+from autopar.ir.writing import write_whole
+from autopar.views import view
 
 BALANCED, POWER_LAW, HISTOGRAM = "balanced", "power_law", "histogram"
 EVERY_LAYER = ""
@@ -74,6 +76,20 @@ class Routing:
         if not layers:
             raise PlanError("expected counts by expert, or by layer and expert, found none")
         return Routing(HISTOGRAM, 0.0, tuple((path, _checked(path, own)) for path, own in layers.items()))
+
+    @staticmethod
+    def measured(model: Any, batches: Any, loss_fn: Any = None) -> Routing:
+        """The histogram of a model's choices on its data (`autopar.trace.popularity`). batches: one, as `parallelize`
+        takes it, or a list or iterator of such. Raises PlanError or TraceError."""
+        found: Routing = view("measured_routing")(model, batches, loss_fn)
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Writes a file that `histogram` and `read` take, whole or not at all; of a histogram."""
+        if self.kind != HISTOGRAM:
+            raise PlanError(f"expected a histogram to be saved, found {self}, which its text says: {self.text!r}")
+        rows = [f"  {json.dumps(layer)}: {json.dumps(list(own))}" for layer, own in self.counts]
+        write_whole(Path(path), '{"counts": {\n' + ",\n".join(rows) + "\n}}\n")
 
     @property
     def layers(self) -> Mapping[str, tuple[float, ...]]:
