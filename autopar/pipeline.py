@@ -28,7 +28,6 @@ from autopar.ir.plan import Plan
 from autopar.ir.routing import Routing
 from autopar.microbatch import check_plan
 from autopar.odds import with_odds
-from autopar.ops.experts import with_routing
 from autopar.passes.balance import balance
 from autopar.passes.branch import branch
 from autopar.passes.fit import fit
@@ -42,7 +41,7 @@ from autopar.passes.template import contexts, outset, template
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Ended, Report, reporting_passes
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
-from autopar.rewrites import graph_of
+from autopar.rewrites import graph_of, under_routing
 from autopar.simulate import Timeline, predict
 from autopar.step import simulated_step, with_simulator
 from autopar.template import check_context, check_hsdp, template_axes, template_ranks
@@ -113,8 +112,9 @@ def parallelize(
         limit, budget = memory_limit_of(memory_limit), budget_of(search)
         request = Request(mesh, mode, optimizer, limit, tuple(constraints), budget, precision)
         with interrupts_caught():
-            graph, plan = planned_jointly(with_routing(graph, routing), request, progress, ended)
-        plan = replace(plan, routing=routing)
+            graph, steps = under_routing(graph, routing, optimizer)
+            graph, plan = planned_jointly(graph, request, progress, ended)
+        plan = replace(plan, routing=routing, substitutions=(*steps, *plan.substitutions))
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     else:
@@ -204,13 +204,15 @@ def template_plan(
     given = model, example_inputs, loss_fn, mode, _precision(precision)
     graph = _trace(*given)
     against_eager = _checked_against_eager(graph, *given) if check else _NOT_ASKED
+    graph, steps = under_routing(graph, routing, optimizer)
     plan = template_of_graph(
-        with_routing(graph, routing), mesh, dp=dp, tp=tp, pp=pp,
+        graph, mesh, dp=dp, tp=tp, pp=pp,
         microbatches=microbatches, schedule=schedule, chunks=chunks, layers=layers, sequence_parallel=sequence_parallel,
         zero=zero, hsdp=hsdp, cp=cp, context=context, recompute=recompute, split=split, mode=mode, optimizer=optimizer,
         precision=precision, memory_limit=memory_limit,
     )  # fmt: skip
-    return replace(plan, routing=routing, checked_against_eager=against_eager)
+    steps += plan.substitutions
+    return replace(plan, routing=routing, substitutions=steps, checked_against_eager=against_eager)
 
 
 @faults_told()

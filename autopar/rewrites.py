@@ -17,12 +17,13 @@ from autopar.cost.memory import optimizer_of
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Substitution
+from autopar.ir.routing import Routing
 from autopar.microbatch import divided_graph
 from autopar.ops.experts import with_routing
 from autopar.planning import pinned_tensors
 from autopar.profiler import load_profile
 from autopar.request import Request
-from autopar.substitute import GraphCandidate, Substituted, load_rules, replayed, sequences, substituted
+from autopar.substitute import GraphCandidate, Substituted, load_rules, placing, replayed, sequences, substituted
 from autopar.substitute.lifting import lifted
 from autopar.substitute.masks import RULE, STATEMENT, under_causal_masks, without_masks
 from autopar.substitute.pricing import Pricer
@@ -134,7 +135,18 @@ def for_sequences(graph: Graph) -> tuple[Graph, tuple[Substitution, ...]]:
 def graph_of(plan: Plan, graph: Graph) -> Graph:
     """The graph that a plan is for: a model's traced graph with the plan's routing, after its substitutions. Raises
     PlanError."""
-    return _replayed(with_routing(graph, plan.routing), plan.substitutions)
+    placed = [step for step in plan.substitutions if step.rule == placing.RULE]
+    rest = [step for step in plan.substitutions if step.rule != placing.RULE]
+    return _replayed(with_routing(placing.with_placed(graph, placed), plan.routing), tuple(rest))
+
+
+def under_routing(
+    graph: Graph, routing: Routing | None, optimizer: str | None
+) -> tuple[Graph, tuple[Substitution, ...]]:
+    """A traced graph that knows how tokens choose experts, these placed by it, and the substitutions that do that.
+    Experts stay as they are for an optimizer that would notice if parameters were stored in another way."""
+    steps = placing.placements(graph, routing) if optimizer_of(optimizer).is_elementwise else ()
+    return with_routing(placing.with_placed(graph, steps), routing), steps
 
 
 def _replayed(graph: Graph, steps: tuple[Substitution, ...]) -> Graph:

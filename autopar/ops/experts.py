@@ -28,6 +28,8 @@ from autopar.ops.operator import Operator
 from autopar.runtime.lowering.experts import activated
 
 ROUTED_EXPERTS = "autopar.routed_experts.default"
+POSITIONS = "expert_positions"
+"""What a constant is named that says where each expert is placed."""
 
 _LIBRARY: Any = torch.library.Library("autopar", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
@@ -73,25 +75,43 @@ def with_routing(graph: Graph, routing: Routing | None) -> Graph:
     if routing is None:
         return graph
     layers = [node for node in graph.nodes if node.op == ROUTED_EXPERTS]
+    sizes = {node.args[7] for node in layers}
     if not layers and routing.kind != BALANCED:
         raise PlanError(
             f"expected a model with routed experts that are known as such, for {routing}, found none in "
             f"{graph.model_name}; leave routing out"
         )
-    texts = {node.name: ((EXPECTED, routing_over(routing, node, layers).text),) for node in layers}
-    return replace(graph, nodes=tuple(replace(n, kwargs=texts.get(n.name, n.kwargs)) for n in graph.nodes))
+    texts = {n: _over(graph, routing, [node for node in layers if node.args[7] == n]).text for n in sizes}
+    nodes = (_told(node, texts[node.args[7]]) if node.op == ROUTED_EXPERTS else node for node in graph.nodes)
+    return replace(graph, nodes=tuple(nodes))
 
 
-def routing_over(routing: Routing, layer: Node, layers: Sequence[Node]) -> Routing:
-    """The routing of the layers with as many experts as one has."""
+def _told(node: Node, routing: str) -> Node:
+    return replace(node, kwargs=tuple({**dict(node.kwargs), EXPECTED: routing}.items()))
+
+
+def _over(graph: Graph, routing: Routing, layers: Sequence[Node]) -> Routing:
+    """The routing of layers with as many experts each, in the order in which these are placed."""
     if routing.kind != HISTOGRAM:
         return routing
-    alike = [node for node in layers if node.args[7] == layer.args[7]]
-    return replace(routing, counts=tuple((node.scope.module, _counts(routing, node)) for node in alike))
+    return replace(
+        routing,
+        counts=tuple((node.scope.module, _by_position(graph, node, counts_of(routing, node))) for node in layers),
+    )
 
 
-def _counts(routing: Routing, layer: Node) -> tuple[float, ...]:
-    """Of one layer. Raises PlanError."""
+def _by_position(graph: Graph, layer: Node, counts: tuple[float, ...]) -> tuple[float, ...]:
+    """The counts of the experts as they are placed (`substitute.placing`)."""
+    lookup = graph.producers.get(layer.args[1].tensor)
+    table = graph.stored_by_tensor.get(lookup.operands[0]) if lookup is not None and lookup.operands else None
+    if table is None or table.kind != "constant" or POSITIONS not in table.name:
+        return counts
+    positions = graph.values[table.tensor].tolist()
+    return tuple(counts[expert] for expert in sorted(range(len(counts)), key=positions.__getitem__))
+
+
+def counts_of(routing: Routing, layer: Node) -> tuple[float, ...]:
+    """Of one layer, by expert of the model. Raises PlanError."""
     found, path, num_experts = routing.of_layer(layer.scope.module), layer.scope.module, layer.args[7]
     if found is None:
         known = ", ".join(itertools.islice(routing.layers, 4))
