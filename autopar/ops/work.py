@@ -370,7 +370,7 @@ def _experts_flops(call: WorkKey) -> int:
     """Each token's choices go through two products each; a slice of the experts gets its share of the choices."""
     ids, up, down = call.operand_shapes[1], call.operand_shapes[3], call.operand_shapes[4]
     share = up[0] / int(call.detail or up[0])
-    return int(2 * math.prod(ids) * (up[1] * up[2] + down[1] * down[2]) * share)
+    return int(2 * math.prod(ids) * (math.prod(up[1:]) + math.prod(down[1:])) * share)
 
 
 def _experts_gradient(call: WorkKey) -> Work:
@@ -379,7 +379,7 @@ def _experts_gradient(call: WorkKey) -> Work:
 
 
 def _num_experts(node: Node) -> str:
-    return str(node.args[-1])
+    return str(argument(node, 7, "num_experts", ""))
 
 
 VIEW = WorkKind("view")
