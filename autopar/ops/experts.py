@@ -30,6 +30,8 @@ from autopar.ops.workspace import RuntimeMemory, Sizes
 from autopar.runtime.lowering.activations import activated
 
 ROUTED_EXPERTS = "autopar.routed_experts.default"
+MOST_CHUNKS = 8
+"""In which tokens are exchanged: more are not worth their starts."""
 
 _LIBRARY: Any = torch.library.Library("autopar", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
