@@ -56,6 +56,6 @@ _KINDS: dict[str, _Kind] = {
                 "Routing.power_law(1.2), or None"),
     "progress": (lambda value: value is None or callable(value), "a function that takes a line of text, or None"),
     "optimizer": _TEXT, "precision": _TEXT, "dp": _WHOLE, "tp": _WHOLE, "pp": _WHOLE, "zero": _WHOLE, "hsdp": _WHOLE,
-    "cp": _WHOLE, "microbatches": _COUNT, "chunks": _COUNT,
+    "cp": _WHOLE, "ep": _WHOLE, "microbatches": _COUNT, "chunks": _COUNT,
     "layers": (_are_whole, "a sequence of whole numbers, or None"),
 }  # fmt: skip

@@ -49,7 +49,8 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _TEMPLATE: dict[str, Callable[[str], Any]] = {
     "dp": int, "tp": int, "pp": int, "microbatches": int, "schedule": str, "chunks": int,
     "layers": lambda text: tuple(map(int, text.split("+"))), "sequence_parallel": int, "zero": int, "hsdp": int,
-    "cp": int, "context": str, "recompute": str,
+    "cp": int, "context": str, "ep": int, "exchange": str, "exchange_chunks": int,
+    "recompute": str,
 }  # fmt: skip
 _PLACES = ("stored", "used", "output", "tensor", "input")
 _PINS = {"axis": str, "zero": int, "min_dims": int, "microbatches": int, "stages": int, "recompute": str,

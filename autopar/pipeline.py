@@ -166,7 +166,8 @@ def placed(graph: Graph, request: Request, progress: Report | None = None) -> Pl
 def template_plan(
     model: nn.Module, mesh: Mesh, example_inputs: Any, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
     schedule: str = "1f1b", chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False,
-    zero: int = 0, hsdp: int = 1, cp: int = 1, context: str = "gather", recompute: str = "none", split: str = "equal",
+    zero: int = 0, hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat",
+    exchange_chunks: int = 1, recompute: str = "none", split: str = "equal",
     loss_fn: Callable[..., Any] | None = None, mode: str = "train", optimizer: str | None = "adamw",
     precision: str | None = None, memory_limit: int | None = None, routing: Routing | None = None, check: bool = True,
 ) -> Plan:  # fmt: skip
@@ -188,6 +189,10 @@ def template_plan(
     inputs, losses too. context: how attention runs then. "gather": queries stay, keys and values come from all ranks
     inside of each attention operator, again for its backward pass; "heads": an all-to-all before and after it, so that
     each rank has some heads of the whole sequence (Ulysses). Parameters are sharded over dp and cp where zero says so.
+    ep: among how many ranks the experts of each layer are split (expert parallelism): a divisor of dp, whose neighbours
+    they are, or dp times cp, tp or both. Tokens stay on their ranks; their choices go to the experts and come back, in
+    `exchange_chunks` parts (1 to 8) of which one travels while another is computed. exchange: "flat" sends to each rank
+    at once; "two-level" along the ranks of a node first, then across nodes. Over tp, use sequence_parallel.
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
     modules around each block's attention operator alone; "selective" for operators that are cheap for the memory that
@@ -195,9 +200,9 @@ def template_plan(
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, dp=dp, tp=tp, pp=pp, zero=zero,
-        hsdp=hsdp, cp=cp, microbatches=microbatches, chunks=chunks, layers=layers, routing=routing,
+        hsdp=hsdp, cp=cp, ep=ep, microbatches=microbatches, chunks=chunks, layers=layers, routing=routing,
     )  # fmt: skip
-    template_axes(checked(mesh), dp, tp, pp, hsdp, cp)  # refused before the model is traced
+    template_axes(checked(mesh), dp, tp, pp, hsdp, cp, ep, exchange)  # refused before the model is traced
     check_hsdp(mesh, pp, hsdp, zero)
     check_context(mesh, cp, context)
     template_ranks(mesh, pp, chunks, schedule)
@@ -208,7 +213,8 @@ def template_plan(
     plan = template_of_graph(
         graph, mesh, dp=dp, tp=tp, pp=pp,
         microbatches=microbatches, schedule=schedule, chunks=chunks, layers=layers, sequence_parallel=sequence_parallel,
-        zero=zero, hsdp=hsdp, cp=cp, context=context, recompute=recompute, split=split, mode=mode, optimizer=optimizer,
+        zero=zero, hsdp=hsdp, cp=cp, context=context, ep=ep, exchange=exchange, exchange_chunks=exchange_chunks,
+        recompute=recompute, split=split, mode=mode, optimizer=optimizer,
         precision=precision, memory_limit=memory_limit,
     )  # fmt: skip
     steps += plan.substitutions

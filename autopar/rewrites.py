@@ -23,7 +23,16 @@ from autopar.ops.experts import with_routing
 from autopar.planning import pinned_tensors
 from autopar.profiler import load_profile
 from autopar.request import Request
-from autopar.substitute import GraphCandidate, Substituted, load_rules, placing, replayed, sequences, substituted
+from autopar.substitute import (
+    GraphCandidate,
+    Substituted,
+    exchanges,
+    load_rules,
+    placing,
+    replayed,
+    sequences,
+    substituted,
+)
 from autopar.substitute.lifting import lifted
 from autopar.substitute.masks import RULE, STATEMENT, under_causal_masks, without_masks
 from autopar.substitute.pricing import Pricer
@@ -132,6 +141,17 @@ def for_sequences(graph: Graph) -> tuple[Graph, tuple[Substitution, ...]]:
     return graph, tuple(steps)
 
 
+def in_chunks(graph: Graph, chunks: int) -> tuple[Graph, tuple[Substitution, ...]]:
+    """The graph whose tokens are exchanged in so many chunks, and the substitution that makes it."""
+    exchanges.check_chunks(chunks)
+    names = exchanges.routed(graph)
+    if chunks == 1 or not names:
+        return graph, ()
+    modules = tuple(graph.node_by_name[name].scope.module for name in names)
+    step = Substitution(exchanges.RULE, exchanges.STATEMENT, "proved", "", modules, names, {"chunks": chunks})
+    return exchanges.in_chunks(graph, names, chunks), (step,)
+
+
 def graph_of(plan: Plan, graph: Graph) -> Graph:
     """The graph that a plan is for: a model's traced graph with the plan's routing, after its substitutions. Raises
     PlanError."""
@@ -150,10 +170,10 @@ def under_routing(
 
 
 def _replayed(graph: Graph, steps: tuple[Substitution, ...]) -> Graph:
-    told = {RULE: without_masks, sequences.RULE: sequences.with_sequences}
+    told = {RULE: without_masks, sequences.RULE: sequences.with_sequences, exchanges.RULE: exchanges.in_chunks}
     for step in steps:
         if step.rule in told:
-            graph = told[step.rule](graph, step.roots)
+            graph = told[step.rule](graph, step.roots, **step.binding)  # type: ignore[operator] # checked there
     rest = [step for step in steps if step.rule not in told]
     if not rest:
         return graph

@@ -152,7 +152,7 @@ def _experts(call: WorkKey) -> list[tuple[int, float, int, int]]:
     kind, shapes = operator(call.op).work, call.operand_shapes
     if kind is EXPERTS:
         rows = routed_rows(call) / max(1, shapes[3][0])
-        return [(count, rows, features, width) for count, width, features in shapes[3:5]]
+        return [(shape[0], rows, math.prod(shape[2:]), shape[1]) for shape in shapes[3:5]]
     if kind is GROUPED and len(shapes[0]) == 2 and len(shapes[1]) == 3:
         count, width, features = shapes[1]
         return [(count, shapes[0][0] / count, features, width)]

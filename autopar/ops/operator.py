@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from autopar.ir.placement import Axis, Placement
+from autopar.ir.placement import Axis, Placement, Shape
 from autopar.ops import saved, work
 from autopar.ops.call import Call
 from autopar.ops.inner import SendRule
@@ -22,6 +22,10 @@ from autopar.ops.workspace import LoweredRule, WorkspaceRule
 
 Limit = Callable[[Call, tuple[Placement, ...], tuple[Axis, ...]], str | None]
 """Why local shapes forbid placements of the operands that follow the rule on each axis, or None."""
+
+
+WorkedRule = Callable[[tuple[Shape, ...], tuple[Placement, ...], tuple[Axis, ...]], tuple[Shape, ...]]
+"""Of local shapes of the operands, by where these lie."""
 
 
 class Groups(NamedTuple):
@@ -47,6 +51,7 @@ class Operator:
     saved_on_cpu: SaveRule | None = None  # where CPUs have no fused kernel
     workspace: WorkspaceRule | None = None  # memory that it takes for a while
     lowered: LoweredRule | None = None  # both, where the runtime has a function for it
+    worked: WorkedRule | None = None  # shapes by which its work is counted, where ranks do some of each other's
     is_view: bool = False  # its results share the memory of the first operand
     passes: PassRule | None = None  # which operands' gradients are the result's own
 

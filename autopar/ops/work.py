@@ -372,7 +372,7 @@ def _nothing(call: WorkKey) -> int:
 def _experts_flops(call: WorkKey) -> int:
     """Each row goes through two products."""
     up, down = call.operand_shapes[3:5]
-    return int(2 * routed_rows(call) * (up[1] * up[2] + down[1] * down[2]))
+    return int(2 * routed_rows(call) * (math.prod(up[1:]) + math.prod(down[1:])))
 
 
 def routed_rows(call: WorkKey) -> float:
@@ -396,7 +396,7 @@ def _experts_gradient(call: WorkKey) -> Work:
 
 
 def _num_experts(node: Node) -> str:
-    return _with_routing(node.args[7], dict(node.kwargs).get(EXPECTED, ""))
+    return _with_routing(int(argument(node, 7, "num_experts", 0)), dict(node.kwargs).get(EXPECTED, ""))
 
 
 @lru_cache(maxsize=64)
