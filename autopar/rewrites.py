@@ -19,11 +19,22 @@ from autopar.errors import PlanError
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Substitution
+from autopar.ir.routing import Routing
 from autopar.microbatch import divided_graph
+from autopar.ops.experts import with_routing
 from autopar.planning import pinned_tensors
 from autopar.profiler import load_profile
 from autopar.request import Request
-from autopar.substitute import GraphCandidate, Substituted, load_rules, replayed, sequences, substituted
+from autopar.substitute import (
+    GraphCandidate,
+    Substituted,
+    exchanges,
+    load_rules,
+    placing,
+    replayed,
+    sequences,
+    substituted,
+)
 from autopar.substitute.lifting import lifted
 from autopar.substitute.masks import RULE, STATEMENT, under_causal_masks, without_masks
 from autopar.substitute.pricing import Pricer
@@ -167,16 +178,42 @@ def _by_heads(name: str, rank: int) -> Constraint:
     return Constraint(name, (*dims, "R", "I", "P"), what="tensor")
 
 
+def in_chunks(graph: Graph, chunks: int) -> tuple[Graph, tuple[Substitution, ...]]:
+    """The graph whose tokens are exchanged in so many chunks, and the substitution that makes it."""
+    exchanges.check_chunks(chunks)
+    names = exchanges.routed(graph)
+    if chunks == 1 or not names:
+        return graph, ()
+    modules = tuple(graph.node_by_name[name].scope.module for name in names)
+    step = Substitution(exchanges.RULE, exchanges.STATEMENT, "proved", "", modules, names, {"chunks": chunks})
+    return exchanges.in_chunks(graph, names, chunks), (step,)
+
+
 def graph_of(plan: Plan, graph: Graph) -> Graph:
-    """The graph that a plan is for: a model's traced graph after the plan's substitutions. Raises PlanError."""
-    return _replayed(graph, plan.substitutions)
+    """The graph that a plan is for: a model's traced graph with the plan's routing, after its substitutions. Raises
+    PlanError."""
+    placed = [step for step in plan.substitutions if step.rule == placing.RULE]
+    rest = [step for step in plan.substitutions if step.rule != placing.RULE]
+    return _replayed(with_routing(placing.with_placed(graph, placed), plan.routing), tuple(rest))
+
+
+def under_routing(
+    graph: Graph, routing: Routing | None, optimizer: str | None
+) -> tuple[Graph, tuple[Substitution, ...]]:
+    """A traced graph that knows how tokens choose experts, these placed by it, and the substitutions that do that.
+    Experts stay as they are for an optimizer that would notice if parameters were stored in another way."""
+    steps = placing.placements(graph, routing) if optimizer_of(optimizer).is_elementwise else ()
+    return with_routing(placing.with_placed(graph, steps), routing), steps
 
 
 def _replayed(graph: Graph, steps: tuple[Substitution, ...]) -> Graph:
-    told = {RULE: without_masks, sequences.RULE: sequences.with_sequences, sequences.RING_RULE: sequences.with_rings}
+    told = {
+        RULE: without_masks, sequences.RULE: sequences.with_sequences, sequences.RING_RULE: sequences.with_rings,
+        exchanges.RULE: exchanges.in_chunks,
+    }  # fmt: skip
     for step in steps:
         if step.rule in told:
-            graph = told[step.rule](graph, step.roots)
+            graph = told[step.rule](graph, step.roots, **step.binding)  # type: ignore[operator] # checked there
     rest = [step for step in steps if step.rule not in told]
     if not rest:
         return graph

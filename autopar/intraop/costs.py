@@ -24,7 +24,7 @@ from autopar.ir.plan import Storage
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import folded_tensors
 from autopar.ops import call_key
-from autopar.ops.communication import inner_communication
+from autopar.ops.communication import inner_communication, worked_shapes
 from autopar.ops.inner import Inner
 from autopar.ops.saved import Extra, Saved
 from autopar.selection.problem import NO_PATH_NS
@@ -114,6 +114,7 @@ class ProfiledCosts:
     def _pass_ns(self, node: Node, strategy: Strategy) -> tuple[int, int]:
         operands = self._shapes(node.operands, strategy.operands)
         results = self._shapes(node.results, strategy.results)
+        operands = worked_shapes(node, operands, strategy.operands, self.axes)
         forward, backward = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
         inner, inner_back = self._inner_ns(node, strategy, (forward, backward))
         return forward + (backward if self.train else 0) + inner + inner_back, forward + inner

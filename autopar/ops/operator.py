@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from autopar.ir.placement import Axis, Placement
+from autopar.ir.placement import Axis, Placement, Shape
 from autopar.ops import saved, work
 from autopar.ops.call import Call
 from autopar.ops.inner import SendRule
@@ -25,6 +25,10 @@ Limit = Callable[[Call, tuple[Placement, ...], tuple[Axis, ...]], str | None]
 
 Mixing = Callable[[Call, tuple[Placement, ...], tuple[Axis, ...]], bool]
 """Whether a slice of the result depends on more than the slices of the operands, with operands so placed."""
+
+
+WorkedRule = Callable[[tuple[Shape, ...], tuple[Placement, ...], tuple[Axis, ...]], tuple[Shape, ...]]
+"""Of local shapes of the operands, by where these lie."""
 
 
 class Groups(NamedTuple):
@@ -50,6 +54,7 @@ class Operator:
     saved_on_cpu: SaveRule | None = None  # where CPUs have no fused kernel
     workspace: WorkspaceRule | None = None  # memory that it takes for a while
     lowered: LoweredRule | None = None  # both, where the runtime has a function for it
+    worked: WorkedRule | None = None  # shapes by which its work is counted, where ranks do some of each other's
     is_view: bool = False  # its results share the memory of the first operand
     passes: PassRule | None = None  # which operands' gradients are the result's own
 

@@ -219,8 +219,8 @@ def cross_entropy(node: Node, graph: Graph) -> list[Saved]:
 
 def routed_experts(node: Node, graph: Graph) -> list[Saved]:
     """Operands, and for each choice of a token its row, the hidden values before and after activation, its result."""
-    x, ids, _, up, down = (graph.tensors[name] for name in node.operands)
-    a_choice = x.shape[1] + up.shape[2] + 2 * down.shape[1] + down.shape[2]
+    x, ids, _, up, down = (graph.tensors[name] for name in node.operands[:5])
+    a_choice = x.shape[1] + math.prod(up.shape[2:]) + 2 * down.shape[1] + down.shape[2]
     return [*node.operands, Extra(x.name, (0,), ids.shape[1] * a_choice * x.itemsize)]
 
 

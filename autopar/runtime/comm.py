@@ -5,6 +5,7 @@ Bytes of a collective (those of one rank's largest buffer):
     all_gather      the whole output, n × the shard
     reduce_scatter  the whole input, n × the shard
     all_to_all      the local buffer
+    exchange        the local buffer, of an all-to-all whose sizes are known when it runs
     broadcast       the buffer
     ring            what goes to the next rank of the axis
 Buffers include the padding that uneven dims need: ceil(size / n) × n elements along the dim that is cut. A
@@ -285,6 +286,18 @@ def start_pass_on(output: Tensor, buffer: Tensor, axis: Axis) -> Wait:
                 work.wait()
 
     return wait
+
+
+def start_exchange(output: Tensor, received: list[int], buffer: Tensor, sent: list[int], axis: Axis) -> Wait:
+    """Starts an exchange whose sizes no plan knows; `output` may be read once the returned function was called."""
+    _count("exchange", axis, buffer)
+    group = axis.group
+    return _start(
+        "exchange",
+        axis,
+        buffer,
+        lambda: dist.all_to_all_single(output, buffer, received, sent, group=group, async_op=True),
+    )
 
 
 def _sum_parts(output: Tensor, parts: Tensor) -> None:

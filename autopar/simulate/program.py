@@ -50,7 +50,7 @@ from autopar.ir.plan import COMPILED, NodePlan, Plan, StagePlan, Storage
 from autopar.ir.recompute import PieceStep, makes_memory, pieces_needed
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import answered_values, leaving_values
-from autopar.ops.communication import inner_communication
+from autopar.ops.communication import inner_communication, worked_shapes
 from autopar.ops.inner import Inner
 from autopar.ops.saved import Extra, Saved
 from autopar.ops.table import operator
@@ -661,6 +661,7 @@ class Lowering:
         known = self.prices.operators.get(key)
         if known is None:
             operands = tuple([values[value].shape for value in inputs])
+            operands = worked_shapes(node, operands, placements.operands, self.plan.axes)
             results = tuple([self._made_shape(values[value]) for value in outputs])
             times = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
             issue_ns = node_issue_ns(node, operands, results, self.graph.tensors, self.profile)

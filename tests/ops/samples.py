@@ -562,10 +562,20 @@ def _routing() -> list[Sample]:
     ends = torch.tensor([0, 3, 3, 8, 12]).int()
     exact_groups = Sample("transformers.grouped_mm_fallback.default", (f(12, 6), f(5, 6, 4), ends), {}, True)
     op = "autopar.routed_experts.default"
+    product, clamped = "c = mul(a, b)", "c = clamp(a, None, 0.5); d = sigmoid(c); e = add(b, 1); g = mul(d, e)"
     return [
         Sample(op, (f(12, 6), chosen, f(12, 2), *experts, "relu", False, 8), {}, True),
         Sample(op, (f(12, 6), chosen, unit(12, 2), f(8, 6, 8), f(8, 4, 6), "silu", True, 8), {}, False),
         Sample(op, (f(12, 6), chosen[:, :1], unit(12, 1), f(8, 6, 8), f(8, 4, 6), "gelu_tanh", True, 8), {}, False),
+        Sample(
+            op, (f(12, 6), chosen, f(12, 2), f(8, 6, 2, 4), f(8, 4, 6), product, True, 8, f(8, 2, 4), f(8, 6)), {}, True
+        ),
+        Sample(
+            op,
+            (f(12, 6), chosen % 5, unit(12, 2), f(5, 6, 4, 2), f(5, 4, 6), clamped, True, 5, f(5, 4, 2), f(5, 6)),
+            {"paired": True, "chunks": 3},
+            False,
+        ),
         exact_groups,
         exact("histc.default", buffer(4, 12), 4, -4, 4),
         exact("histc.default", buffer(4, 12), 4),
