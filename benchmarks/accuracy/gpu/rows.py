@@ -153,7 +153,7 @@ def _sizes(record: Mapping[str, str]) -> Sizes:
 def _grid_row(path: Path, number: int, record: Mapping[str, str]) -> Row:
     """Its memory is in GiB, as what ZeRO saves on many ranks says, and that of rank 0, whatever last stages hold."""
     counts = {name: int(float(record[name])) for name in ("nodes", "dp", "tp", "pp", "zero", "mbs", "grad_acc")}
-    sequences = int(float(record["gbs_sequences"]))
+    sequences = counts["dp"] * counts["mbs"] * counts["grad_acc"]  # as it ran, whatever the batch that is stated
     speed = float(record["tokens_s"] or 0) if record.get("mfu_percent") else 0.0
     seq = int(float(record.get("seq") or 4096))
     return Row(
