@@ -50,7 +50,7 @@ def template_of_graph(
     check_experts(graph, ep)
     check_alone(mesh, hsdp, ep)
     check_context(mesh, cp, context)
-    graph, told = for_sequences(graph) if cp > 1 else (graph, ())
+    graph, told = for_sequences(graph, ring=context == "ring") if cp > 1 else (graph, ())
     graph, in_parts = in_chunks(graph, exchange_chunks)
     told = (*told, *in_parts)
     first_ranks = template_ranks(mesh, pp, chunks, schedule)

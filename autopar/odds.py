@@ -30,6 +30,7 @@ from autopar.ir.plan import Plan, Prediction, Stage
 from autopar.microbatch import divided_graph
 from autopar.ops.table import operator
 from autopar.profiler import profiles_of
+from autopar.quantiles import with_p99
 from autopar.simulate import simulate
 
 ALIKE = 0.5  # correlation of the errors of a family's operators of different shapes
@@ -46,8 +47,9 @@ class Calls(NamedTuple):
 
 
 def with_odds(plan: Plan, graph: Graph) -> Plan:
-    """The plan whose prediction says how sure it is, as far as the profiles of its devices do. graph: the plan's, of
-    the whole batch."""
+    """The plan whose prediction says how sure it is, as far as the profiles of its devices do, with its step at the
+    99th percentile of routings. graph: the plan's, of the whole batch."""
+    plan = with_p99(plan, graph)
     profiles = profiles_of(plan.mesh)
     if not any(profile.memory or profile.steps for profile in profiles.values()):
         return plan

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, get_args
 
 from autopar.errors import MeshError, PlanError
 from autopar.expert_parallel import expert_axes, expert_constraints, others_on
-from autopar.ir.constraint import Constraint
+from autopar.ir.constraint import Constraint, Context
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
 from autopar.ir.placement import S, Type
@@ -23,7 +23,7 @@ DATA = ("dp", "hsdp", "ep_nodes", "ep")
 expert parallelism, ranks with experts of their own."""
 
 
-CONTEXTS = ("gather", "heads")
+CONTEXTS = get_args(Context)
 """How attention over positions that are split may run."""
 
 

@@ -12,17 +12,22 @@ slice of the tokens, so those operators have no rules one by one; together they 
 
 from __future__ import annotations
 
+import itertools
 import math
-from statistics import NormalDist
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from autopar.ir.graph import Node
+from autopar.errors import PlanError
+from autopar.ir.graph import EXPECTED, Graph, Node
 from autopar.ir.placement import Axis, Placement, R, S, Shape, local_shape
+from autopar.ir.routing import BALANCED, HISTOGRAM, Routing
 from autopar.ops import saved, work
 from autopar.ops.call import Call, argument
 from autopar.ops.inner import Inner, Sent, split_by
+from autopar.ops.loads import busiest
 from autopar.ops.local import LocalCall, tuple_of
 from autopar.ops.notation import AxisRule, einsum_rules
 from autopar.ops.operator import Operator
@@ -30,22 +35,28 @@ from autopar.ops.workspace import RuntimeMemory, Sizes
 from autopar.runtime.lowering.activations import activated
 
 ROUTED_EXPERTS = "autopar.routed_experts.default"
+POSITIONS = "expert_positions"
+"""What a constant is named that says where each expert is placed."""
 MOST_CHUNKS = 8
 """In which tokens are exchanged: more are not worth their starts."""
 
 _LIBRARY: Any = torch.library.Library("autopar", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "routed_experts(Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor down, str activation, bool gated, "
-    "int num_experts, Tensor? up_bias=None, Tensor? down_bias=None, *, bool paired=False, int chunks=1) -> Tensor"
+    "int num_experts, Tensor? up_bias=None, Tensor? down_bias=None, *, bool paired=False, int chunks=1, "
+    "str routing='') -> Tensor"
 )
 
 
 def _routed_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor,
     activation: str, gated: bool, num_experts: int, up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None, *, paired: bool = False, chunks: int = 1,
+    down_bias: torch.Tensor | None = None, *, paired: bool = False, chunks: int = 1, routing: str = "",
 ) -> torch.Tensor:  # fmt: skip
-    """The formula above, a matrix for each token and choice: simple, and large; programs call the runtime's."""
+    """The formula above, a matrix for each token and choice: simple, and large; programs call the runtime's.
+
+    routing: how tokens are expected to choose, as `Routing.text` has it; what is computed does not depend on it.
+    """
     hidden = torch.einsum("td,tkdn->tkn", x, up.flatten(2)[ids])
     hidden = hidden if up_bias is None else hidden + up_bias.flatten(1)[ids]
     hidden = activated(hidden.flatten(0, 1), activation, gated, paired).view(*ids.shape, -1)
@@ -93,26 +104,18 @@ def _exchange(call: Call) -> list[AxisRule]:
 
 
 class Exchanged(NamedTuple):
-    """Rows, one for each choice of a token: those that a rank sends to the experts, that come to a rank in the mean,
-    and that come to the busiest."""
+    """Rows, one for each choice of a token: those that a rank sends to the experts, that come to the busiest rank in
+    the mean, and that come to it at the 99th percentile."""
 
     sent: int
     mean: int
     most: int
 
 
-def exchanged_rows(tokens: int, choices: int, num_experts: int, ranks: int, routing: Any = None) -> Exchanged:
-    """What ranks exchange that have so many tokens each, and share the experts.
-
-    Where no routing is given, each expert is as likely for each choice, whatever the others: `most` is what comes to
-    the busiest of the ranks in 99 of 100 steps (the normal approximation; Bonferroni's bound over the ranks).
-    """
-    assert routing is None, "routing is even"
-    sent = tokens * choices
-    share = 1 / max(1, ranks)
-    deviation = math.sqrt(sent * ranks * share * (1 - share))
-    beyond = NormalDist().inv_cdf(1 - 0.01 / ranks) if ranks > 1 else 0.0
-    return Exchanged(sent, sent, min(sent * ranks, math.ceil(sent + beyond * deviation)))
+def exchanged_rows(tokens: int, choices: int, num_experts: int, ranks: int, routing: str = "") -> Exchanged:
+    """What ranks exchange that have so many tokens each, and share the experts. routing: as an operator says it."""
+    load = busiest(Routing.parse(routing), tokens * ranks, choices, num_experts, ranks)
+    return Exchanged(tokens * choices, math.ceil(load.mean), load.most)
 
 
 def exchanged_over(operands: tuple[Placement, ...]) -> list[int]:
@@ -146,7 +149,7 @@ def _inside(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...])
 def _legs(rows: Exchanged, row_bytes: int, axis: int, chunks: int) -> list[Inner]:
     """One exchange a chunk."""
     return [
-        Inner("exchange", axis, -(-rows.sent // chunks) * row_bytes, -(-rows.most // chunks) * row_bytes)
+        Inner("exchange", axis, -(-rows.sent // chunks) * row_bytes, -(-rows.mean // chunks) * row_bytes)
         for _ in range(chunks)
     ]
 
@@ -166,7 +169,7 @@ def _rows(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -
     over = exchanged_over(operands)
     tokens, choices = local_shape(call.shape(1), operands[1], axes)
     ranks = math.prod(axes[position].size for position in over)
-    return exchanged_rows(tokens, choices, call.arguments["num_experts"], ranks)
+    return exchanged_rows(tokens, choices, call.arguments["num_experts"], ranks, call.arguments[EXPECTED])
 
 
 def _counted(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> int:
@@ -194,7 +197,7 @@ def _memory(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> Runtim
     (tokens, width), (_, choices), _, up, down = sizes.operands[:5]
     experts = int(argument(node, 7, "num_experts", 1))
     ranks = max(1, round(experts / max(1, up[0]))) if exchanged_over(operands) else 1
-    rows = exchanged_rows(tokens, choices, experts, ranks)
+    rows = exchanged_rows(tokens, choices, experts, ranks, dict(node.kwargs).get(EXPECTED, ""))
     hidden, gated = math.prod(up[2:]), down[1]
     steps = 2 + str(node.args[5]).count("=")
     numbers = 8 * (6 * rows.most + 8 * rows.sent)
@@ -220,6 +223,61 @@ def _local(local: LocalCall) -> str:
     named |= {"chunks": str(arguments["chunks"])} if exchanged and arguments["chunks"] > 1 else {}
     options = [f"{name}={value}" for name, value in named.items()]
     return f"rt.routed_experts({', '.join([*local.names[:5], *told, tuple_of(axes), *options])})"
+
+
+# How tokens choose experts ----------------------------------------
+
+
+def with_routing(graph: Graph, routing: Routing | None) -> Graph:
+    """The graph whose routed experts say how tokens choose them, each with the counts of all layers that are like it,
+    so that equal layers stay equal. Raises PlanError where a histogram does not fit the model."""
+    if routing is None:
+        return graph
+    layers = [node for node in graph.nodes if node.op == ROUTED_EXPERTS]
+    sizes = {node.args[7] for node in layers}
+    if not layers and routing.kind != BALANCED:
+        raise PlanError(
+            f"expected a model with routed experts that are known as such, for {routing}, found none in "
+            f"{graph.model_name}; leave routing out"
+        )
+    texts = {n: _over(graph, routing, [node for node in layers if node.args[7] == n]).text for n in sizes}
+    nodes = (_told(node, texts[node.args[7]]) if node.op == ROUTED_EXPERTS else node for node in graph.nodes)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _told(node: Node, routing: str) -> Node:
+    return replace(node, kwargs=tuple({**dict(node.kwargs), EXPECTED: routing}.items()))
+
+
+def _over(graph: Graph, routing: Routing, layers: Sequence[Node]) -> Routing:
+    """The routing of layers with as many experts each, in the order in which these are placed."""
+    if routing.kind != HISTOGRAM:
+        return routing
+    return replace(
+        routing,
+        counts=tuple((node.scope.module, _by_position(graph, node, counts_of(routing, node))) for node in layers),
+    )
+
+
+def _by_position(graph: Graph, layer: Node, counts: tuple[float, ...]) -> tuple[float, ...]:
+    """The counts of the experts as they are placed (`substitute.placing`)."""
+    lookup = graph.producers.get(layer.args[1].tensor)
+    table = graph.stored_by_tensor.get(lookup.operands[0]) if lookup is not None and lookup.operands else None
+    if table is None or table.kind != "constant" or POSITIONS not in table.name:
+        return counts
+    positions = graph.values[table.tensor].tolist()
+    return tuple(counts[expert] for expert in sorted(range(len(counts)), key=positions.__getitem__))
+
+
+def counts_of(routing: Routing, layer: Node) -> tuple[float, ...]:
+    """Of one layer, by expert of the model. Raises PlanError."""
+    found, path, num_experts = routing.of_layer(layer.scope.module), layer.scope.module, layer.args[7]
+    if found is None:
+        known = ", ".join(itertools.islice(routing.layers, 4))
+        raise PlanError(f"expected counts for the experts of {path!r} {layer.source}, found those of {known}")
+    if len(found) != num_experts:
+        raise PlanError(f"expected counts of {num_experts} experts for {path!r} {layer.source}, found {len(found)}")
+    return found
 
 
 def _grouped_mm_local(local: LocalCall) -> str:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from autopar.ir.graph import Node
 from autopar.ir.placement import Placement, S, Shape
 from autopar.ops.call import argument
+from autopar.runtime.lowering.parts import SCORES_AT_ONCE
 
 
 class Sizes(NamedTuple):
@@ -104,10 +105,12 @@ def split_lookup(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> R
 def context_attention(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory | None:
     """Where keys are split: those of all ranks, and their values, for each query head, once more while they arrive; two
     results that are merged in float32; queries and results on their way. Backward, all of their gradients, too."""
-    seq = len(sizes.operands[0]) - 2
+    seq, options = len(sizes.operands[0]) - 2, dict(node.kwargs)
+    if options.get("ring") and (S(seq) in operands[1] or len(sizes.operands) > 3):
+        return RuntimeMemory(None, _ring(sizes, seq))
     if S(seq) not in operands[1]:
         return None
-    length, width = dict(node.kwargs)["length"], max(4, sizes.itemsize)
+    length, width = options["length"], max(4, sizes.itemsize)
     parts = [sizes.operand(position) * length // max(1, sizes.operands[position][seq]) for position in (1, 2)]
     group = sizes.operands[0][seq - 1] // max(1, sizes.operands[1][seq - 1])
     whole, result = sum(parts), math.prod(sizes.results[0]) * width
@@ -116,6 +119,23 @@ def context_attention(node: Node, sizes: Sizes, operands: tuple[Placement, ...])
     return RuntimeMemory(
         None, (forward, each + 2 * whole * group + max(parts) + 6 * max(sizes.operand(0), sizes.result))
     )
+
+
+def _ring(sizes: Sizes, seq: int) -> Workspace:
+    """Keys and values that are sent away, two blocks on their way, a head of one for each query head; results and
+    queries as above; under a mask scores of as many pairs as are made at once, four times. Backward, gradients of three
+    blocks: made for each query head, added up, and on their way."""
+    block, width = sizes.operand(1) + sizes.operand(2), max(4, sizes.itemsize)
+    group = sizes.operands[0][seq - 1] // max(1, sizes.operands[1][seq - 1])
+    heads = block * group * (group > 1)
+    result, query = (math.prod(shape) * width for shape in (sizes.results[0], sizes.operands[0]))
+    scores = 0
+    if len(sizes.operands) > 3:
+        row = math.prod(sizes.operands[0][:seq]) * sizes.operands[1][seq]
+        scores = 4 * width * min(sizes.operands[0][seq] * row, max(row, SCORES_AT_ONCE))
+        heads += 2 * block * group * width // sizes.itemsize
+    forward = 4 * block + heads + 4 * result + 2 * sizes.operand(0) + scores
+    return forward, 7 * block + heads + 2 * block * group + 6 * max(query, result) + scores
 
 
 def rms_norm(sizes: Sizes) -> Workspace:

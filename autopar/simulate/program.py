@@ -14,7 +14,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from autopar.cost import Profile, collective_time_ns, waits_along
+from autopar.cost import Profile, beside_compute_ns, collective_time_ns, waits_along
 from autopar.cost.compute import (
     copy_time_ns,
     node_issue_ns,
@@ -672,7 +672,7 @@ class Lowering:
                 if back
                 else None
             )
-            inner, inner_backward = self._inner(node)
+            inner, inner_backward = self._inner(node, times)
             own, _ = inner_communication(self.graph, node, placements.operands, self.plan.axes)
             passes = operator(node.op).passes_when_split
             if own and passes and self.profile.runtime:
@@ -718,21 +718,31 @@ class Lowering:
                 self.plan.microbatches if is_whole else 1
             )
 
-    def _inner(self, node: Node) -> tuple[tuple[Transmission, ...], tuple[Transmission, ...]]:
-        """What the operator sends inside its forward and its backward pass."""
+    def _inner(
+        self, node: Node, computes_ns: tuple[int, int]
+    ) -> tuple[tuple[Transmission, ...], tuple[Transmission, ...]]:
+        """What the operator sends inside its forward and its backward pass, which compute so long."""
         lanes = [self.plan, *(replace(self.plan, axes=lane.axes) for lane in self.others)]
         forward, backward = zip(*(inner_collectives(self.graph, node, lane) for lane in lanes), strict=True)
-        return self._inner_transmissions(forward), self._inner_transmissions(backward)
+        return (
+            self._inner_transmissions(forward, computes_ns[0]),
+            self._inner_transmissions(backward, computes_ns[1]),
+        )
 
-    def _inner_transmissions(self, sent: Sequence[Sequence[Inner]]) -> tuple[Transmission, ...]:
+    def _inner_transmissions(self, sent: Sequence[Sequence[Inner]], compute_ns: int) -> tuple[Transmission, ...]:
         """sent: on each lane, the own one first."""
-        rows = zip(*sent, strict=True)
-        return tuple([self._inner_transmission(*row) for row in rows if self.plan.axes[row[0].axis].size > 1])
+        rows = [row for row in zip(*sent, strict=True) if self.plan.axes[row[0].axis].size > 1]
+        return tuple([self._inner_transmission(compute_ns, *row) for row in rows])
 
-    def _inner_transmission(self, inner: Inner, *elsewhere: Inner) -> Transmission:
-        """What is sent early holds up nothing: its way is over when its operator begins."""
+    def _inner_transmission(self, compute_ns: int, inner: Inner, *elsewhere: Inner) -> Transmission:
+        """What is sent early holds up nothing: its way is over when its operator begins. Of what is sent beside the
+        operator's own computing, the rest counts."""
         sizes = tuple([other.priced_bytes for other in elsewhere])
         sent = self._transmission(inner.collective, inner.axis, inner.priced_bytes, sizes)
+        if inner.is_beside:
+            axis, size = self.plan.axes[inner.axis], inner.priced_bytes
+            longer = beside_compute_ns(sent.collective, size, compute_ns, axis, self.per_node, self.profile)
+            return sent._replace(duration_ns=longer, beside_ns=longer)
         return sent._replace(duration_ns=0, waits=None, is_early=True) if inner.is_early else sent
 
     def _sizes(self, node: Node, inputs: list[int], outputs: list[int], communicates: bool) -> Sizes:

@@ -172,8 +172,20 @@ def contexts() -> list[Sample]:
         ((f(2, 6, 10, 2), f(2, 1, 10, 2), f(2, 1, 10, 2)), {"length": 10, "enable_gqa": True}),
         ((f(2, 4, 4, 2), f(2, 4, 4, 2), f(2, 4, 4, 2), f(4, 4)), {"length": 4}),
         ((f(2, 4, 4, 2), f(2, 4, 6, 2), f(2, 4, 6, 2), *causal), {"length": 6}),
+        ((f(4, 6, 4, 2), f(4, 6, 8, 2), f(4, 6, 8, 4)), {"length": 8, "ring": True}),
+        ((f(2, 12, 12, 2), f(2, 4, 12, 2), f(2, 4, 12, 2), *causal), {"length": 12, "enable_gqa": True, "ring": True}),
+        ((f(4, 7, 2), f(4, 7, 2), f(4, 7, 2), *causal), {"length": 7, "ring": True}),
+        ((f(2, 4, 6, 2), f(2, 4, 6, 2), f(2, 4, 6, 2), _seen(2, 1, 6, 6)), {"length": 6, "ring": True}),
+        ((f(2, 4, 6, 2), f(2, 4, 4, 2), f(2, 4, 4, 2), buffer(6, 4)), {"length": 4, "ring": True}),
     ]
     return [Sample(op, args, kwargs, False) for args, kwargs in calls]
+
+
+def _seen(*shape: int) -> Tensor:
+    """A mask that hides some keys, and from one query all."""
+    mask = buffer(*shape) > 0
+    mask[..., 1, :] = False
+    return mask
 
 
 def normalisations() -> list[Sample]:
