@@ -58,9 +58,14 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def model() -> Model:
+def model(is_frozen: bool = False) -> Model:
+    """is_frozen: the last stage of two has nothing to train."""
     torch.manual_seed(0)
-    return Model().double()
+    made = Model().double()
+    if is_frozen:
+        made.head.weight = nn.Parameter(torch.randn(13, 8, dtype=torch.float64), requires_grad=False)
+        made.layers[1].requires_grad_(False)
+    return made
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -100,22 +105,26 @@ def trained(rank: int, world: int, source: str, weights: Weights, names: list[st
             part = rt.build(load_source(source).Program)
             part.load_full_state_dict(weights)
             torch.manual_seed(rank)
-            train(name, list(part.parameters()), lambda step, part=part: part.train_step(*batch(step)))
+            train(
+                name,
+                [p for p in part.parameters() if p.requires_grad],
+                lambda step, part=part: part.train_step(*batch(step)),
+            )
             found[name] = part.full_state_dict()
     finally:
         memory.RESIDENT_BYTES = before
     return found
 
 
-def on_one_device(name: str) -> Weights:
-    whole = model()
+def on_one_device(name: str, is_frozen: bool = False) -> Weights:
+    whole = model(is_frozen)
 
     def step_of(step: int) -> Tensor:
         loss = whole(*batch(step))
         loss.backward()
         return loss.detach()
 
-    train(name, list(whole.parameters()), step_of)
+    train(name, [p for p in whole.parameters() if p.requires_grad], step_of)
     return {key: value.detach() for key, value in whole.state_dict().items()}
 
 
@@ -127,13 +136,13 @@ def names_on(how: str) -> list[str]:
     return [*ON_ALL, *(name for name in dict.fromkeys(chosen.get(how, [])) if name not in unlike)]
 
 
-def source_of(how: str) -> tuple[str, int]:
+def source_of(how: str, is_frozen: bool = False) -> tuple[str, int]:
     options = PLANS[how]
     count = options.get("dp", 1) * options.get("tp", 1) * options.get("pp", 1)
     mesh = autopar.Mesh("cpu", devices_per_node=count)
     with traced_once():
-        plan = autopar.template_plan(model(), mesh, batch(0), **options)  # type: ignore[arg-type] # all numbers
-        return autopar.parallelize(model(), mesh, batch(0), plan=plan).source, count
+        plan = autopar.template_plan(model(is_frozen), mesh, batch(0), **options)  # type: ignore[arg-type] # all numbers
+        return autopar.parallelize(model(is_frozen), mesh, batch(0), plan=plan).source, count
 
 
 @pytest.mark.parametrize("how", PLANS)
@@ -146,6 +155,14 @@ def test_five_steps_equal_those_of_one_device(how: str, rank_pool: Callable[[int
         assert any((expected[key] - weights[key]).abs().max() > 1e-6 for key in weights), name
         for found in every:
             torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_stage_without_trained_parameters_steps_with_the_others(rank_pool: Callable[[int], RankPool]) -> None:
+    source, count = source_of("pp", is_frozen=True)
+    weights = {key: value.clone() for key, value in model(is_frozen=True).state_dict().items()}
+    expected = on_one_device("lamb", is_frozen=True)
+    for found in rank_pool(count).run(trained, source, weights, ["lamb"], 0):
+        torch.testing.assert_close(found["lamb"], expected, rtol=1e-9, atol=1e-10)
 
 
 # Packed parameters, and checkpoints ----------------------------------------

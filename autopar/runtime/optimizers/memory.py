@@ -111,6 +111,9 @@ class Residents:
         missing = [lazy for lazy in needed if not lazy.is_here]
         units = dict.fromkeys(lazy.unit for lazy in needed)
         if missing:
+            last = next(reversed(self._order), None)
+            if last is not None and last not in units:  # the step goes on to another: what it made of this one counts
+                self.before_leaving(last)
             self._make_room(sum(lazy.num_bytes for lazy in missing), units)
             for lazy in missing:
                 lazy.bring()

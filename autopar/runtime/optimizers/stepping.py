@@ -28,10 +28,11 @@ _stepping: list[Optimizer] = []  # those within a step of ours
 _SESSION = "_session_of_rank"  # attribute of an optimizer: it lives as long as that
 
 
-def register(state: ProgramState) -> None:
-    """Tells whose parameters these are."""
-    for stored in state.parameters.values():
-        _states[stored.tensor] = ref(state)
+def register(state: ProgramState, nothing: Tensor) -> None:
+    """Tells whose parameters these are. nothing: what stands for them where a rank has none that is trained; it steps
+    with the others all the same."""
+    for tensor in [*(stored.tensor for stored in state.parameters.values()), nothing]:
+        _states[tensor] = ref(state)
 
 
 def state_of(parameter: Any) -> ProgramState | None:
