@@ -195,6 +195,7 @@ CONTEXT: dict[str, Operator] = {
     CONTEXT_ATTENTION: Operator(
         context_attention, work=work.CONTEXT_ATTENTION,
         saved=saved.context_attention, saved_on_cpu=saved.context_attention_on_cpu,
-        lowered=workspace.context_attention, limits=(heads_error, _sequence_error), inside=_inside, local=_local,
+        workspace=workspace.attention, lowered=workspace.context_attention,
+        limits=(heads_error, _sequence_error), inside=_inside, local=_local,
     ),
 }  # fmt: skip

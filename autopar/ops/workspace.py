@@ -102,6 +102,17 @@ def split_lookup(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> R
     return RuntimeMemory(count * (INDEX_BYTES + 1 + has_padding), (count * INDEX_BYTES + sizes.result, sizes.result))
 
 
+def attention(sizes: Sizes) -> Workspace:
+    """CPUs compute scores of so many queries and up to 512 keys at a time, and backward their gradients, too, on each
+    thread: one here (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp)."""
+    if sizes.device_type != "cpu":
+        return 0, 0
+    query, width = sizes.operands[0], max(4, sizes.itemsize)
+    rows = min(query[-2], next(count for least, count in ((768, 256), (192, 64), (0, 32)) if query[-2] >= least))
+    scores = rows * min(512, sizes.operands[1][-2])
+    return width * (scores + rows * (2 + query[-1])), width * (2 * scores + rows)
+
+
 def context_attention(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory | None:
     """Where keys are split: those of all ranks, and their values, for each query head, once more while they arrive; two
     results that are merged in float32; queries and results on their way. Backward, all of their gradients, too."""
@@ -115,10 +126,10 @@ def context_attention(node: Node, sizes: Sizes, operands: tuple[Placement, ...])
     group = sizes.operands[0][seq - 1] // max(1, sizes.operands[1][seq - 1])
     whole, result = sum(parts), math.prod(sizes.results[0]) * width
     each = whole * (group + (group > 1))
-    forward = each + max(parts) + 4 * result + 2 * sizes.operand(0)
-    return RuntimeMemory(
-        None, (forward, each + 2 * whole * group + max(parts) + 6 * max(sizes.operand(0), sizes.result))
-    )
+    kernel = attention(sizes)
+    forward = each + max(parts) + 4 * result + 2 * sizes.operand(0) + kernel[0]
+    backward = each + 2 * whole * group + max(parts) + 6 * max(sizes.operand(0), sizes.result) + kernel[1]
+    return RuntimeMemory(None, (forward, backward))
 
 
 def _ring(sizes: Sizes, seq: int) -> Workspace:
@@ -134,8 +145,9 @@ def _ring(sizes: Sizes, seq: int) -> Workspace:
         row = math.prod(sizes.operands[0][:seq]) * sizes.operands[1][seq]
         scores = 4 * width * min(sizes.operands[0][seq] * row, max(row, SCORES_AT_ONCE))
         heads += 2 * block * group * width // sizes.itemsize
-    forward = 4 * block + heads + 4 * result + 2 * sizes.operand(0) + scores
-    return forward, 7 * block + heads + 2 * block * group + 6 * max(query, result) + scores
+    kernel = attention(sizes)
+    forward = 4 * block + heads + 4 * result + 2 * sizes.operand(0) + scores + kernel[0]
+    return forward, 7 * block + heads + 2 * block * group + 6 * max(query, result) + scores + kernel[1]
 
 
 def rms_norm(sizes: Sizes) -> Workspace:
