@@ -93,8 +93,8 @@ def main() -> int:
         row = rows[name] = measured(ROUTINGS[name], options.draws, options.tracked, ranks)
         print(
             f"{name.ljust(14)} predicted {row['predicted_bytes']:,} bytes; of {row['draws']:,} draws (the busiest "
-            f"rank's rows: {row['mean_rows']:.0f} in the mean, {row['rows'][0]} at most) the {row['tracked']} with most rows "
-            f"took {min(row['tracked_bytes']):,} to {max(row['tracked_bytes']):,}; {row['above']} above: "
+            f"rank's rows: {row['mean_rows']:.0f} in the mean, {row['rows'][0]} at most) {row['tracked']} with most "
+            f"rows took {min(row['tracked_bytes']):,} to {max(row['tracked_bytes']):,}; {row['above']} above: "
             f"{'holds' if row['holds'] else 'MISSED'}",
             flush=True,
         )
