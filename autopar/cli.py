@@ -52,7 +52,7 @@ _TEMPLATE: dict[str, Callable[[str], Any]] = {
     "cp": int, "context": str, "ep": int, "exchange": str, "exchange_chunks": int,
     "recompute": str,
 }  # fmt: skip
-_PLACES = ("stored", "used", "output", "tensor", "input")
+_PLACES = ("stored", "used", "output", "tensor", "operands", "input")
 _PINS = {"axis": str, "zero": int, "min_dims": int, "microbatches": int, "stages": int, "recompute": str,
          "schedule": str, "chunks": int}  # fmt: skip
 

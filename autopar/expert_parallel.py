@@ -115,7 +115,7 @@ def patterns(names: Sequence[str], others: Sequence[str]) -> list[str]:
 
 
 def expert_constraints(graph: Graph, axis: str, first: Collection[str]) -> list[Constraint]:
-    """On an axis that shares the experts: each rank has its own, and the tokens of others do not come to stay.
+    """On an axis that shares the experts: each rank has its own tokens and its own experts, and exchanges.
 
     first: of equal results, the one that stands for all."""
     own = expert_parameters(graph)
@@ -124,7 +124,7 @@ def expert_constraints(graph: Graph, axis: str, first: Collection[str]) -> list[
     for pattern in patterns(sorted(own), others):
         found += [Constraint(pattern, ("S(0)",), what=what, axis=axis) for what in ("used", "stored")]
     routed = [node.results[0] for node in _routed(graph) if node.results[0] in first]
-    return [*found, *(Constraint(name, ("S(0)",), what="tensor", axis=axis) for name in routed)]
+    return [*found, *(Constraint(name, ("S(0)",), what="operands", axis=axis) for name in routed)]
 
 
 def others_on(graph: Graph, rules: Sequence[Constraint]) -> list[Constraint]:

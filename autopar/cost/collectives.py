@@ -118,13 +118,14 @@ def _ring_steps_ns(num_bytes: int, axis: Axis, devices_per_node: int, profile: P
 
 
 def beside_compute_ns(
-    kind: str, num_bytes: int, compute_ns: int, axis: Axis, devices_per_node: int, profile: Profile
+    kind: str, num_bytes: int, compute_ns: int, axis: Axis, devices_per_node: int, profile: Profile, share: float = 0.0
 ) -> int:
     """Nanoseconds that an operator takes longer for what it sends while it computes: of p equal parts all but the last
-    take as long as what is sent meanwhile, if that is more, and longer than alone as the profile says."""
+    take as long as what is sent meanwhile, if that is more, and longer than alone as the profile says. share: of the
+    computing, that goes on meanwhile, where it is another."""
     level = INSIDE if ranks_within_node(axis, devices_per_node) == axis.size else ACROSS
     sent = collective_time_ns(kind, num_bytes, axis, devices_per_node, profile) * profile.beside_compute(level)
-    parts = compute_ns * (axis.size - 1) / axis.size
+    parts = compute_ns * (share or (axis.size - 1) / axis.size)
     slowed = parts + sent * (1 - 1 / profile.slowdowns.get(level, 1.0))
     return math.ceil(max(sent, slowed) - parts)
 

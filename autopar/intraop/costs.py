@@ -147,7 +147,8 @@ class ProfiledCosts:
     def _one_inner_ns(self, inner: Inner, compute_ns: int) -> int:
         kind, size, axis = inner.collective, inner.priced_bytes, self.axes[inner.axis]
         if inner.is_beside:
-            return beside_compute_ns(kind, size, compute_ns, axis, self.devices_per_node, self.profile)
+            share = inner.beside_share
+            return beside_compute_ns(kind, size, compute_ns, axis, self.devices_per_node, self.profile, share)
         return collective_time_ns(kind, size, axis, self.devices_per_node, self.profile)
 
     def saved_bytes(self, node: Node, strategies: Strategies) -> list[int]:

@@ -14,7 +14,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.placement import Type, parse_type
 from autopar.ir.schedule import SCHEDULES
 
-What = Literal["stored", "used", "output", "tensor", "input"]
+What = Literal["stored", "used", "output", "tensor", "operands", "input"]
 Context = Literal["gather", "ring", "heads"]
 Recompute = Literal["none", "selective", "block", "full"]
 
@@ -25,7 +25,7 @@ class Constraint:
 
     pattern: matched (fnmatch) against parameter names for "stored" and "used", against the module path, or the
     tensor's name, for "output" (all results of the operators in that module), against the name of one result in the
-    graph for "tensor", and against input names for "input".
+    graph for "tensor", and for "operands" of the operator that makes it, and against input names for "input".
     allow: types such as "S(0)", "R", "I", "P", or "S" for any dim. axis: the mesh axis by name; None means all.
     soft: prefer instead of require. zero: for "stored", the ZeRO behaviour of sharded storage (1, 2 or 3).
     min_dims: only tensors of at least that many dims. microbatches, stages: pin their
@@ -141,6 +141,7 @@ _SUBJECT = {
     "used": "a parameter by its name",
     "output": "an operator by its module path or its result",
     "tensor": "an operator's result by its name",
+    "operands": "an operator by its result's name",
     "input": "an input by its name",
 }
 
@@ -152,5 +153,7 @@ def _names(what: What, graph: Graph) -> set[str]:
         return {item.name for item in graph.stored if what == "stored" or item.kind == "parameter"}
     results = {name for node in graph.nodes for name in node.results}
     return (
-        results if what == "tensor" else results | {n for node in graph.nodes for n in (node.name, node.scope.module)}
+        results
+        if what in ("tensor", "operands")
+        else results | {n for node in graph.nodes for n in (node.name, node.scope.module)}
     )

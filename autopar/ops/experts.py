@@ -142,7 +142,7 @@ def _inside(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...])
     counts = [Inner("all_to_all", axis, numbers) for axis in reversed(over)]
     there = [_legs(rows, width * call.tensor(0).itemsize, axis, chunks) for axis in reversed(over)]
     back = [_legs(rows, result[1] * _made_itemsize(call), axis, chunks) for axis in over]
-    moved = [leg for legs in (*there, *back) for leg in legs]
+    moved = [leg for legs in (*there[:-1], _beside(there[-1], back[0]), *back[1:]) for leg in legs]
     return [*counts, *moved], moved
 
 
@@ -152,6 +152,23 @@ def _legs(rows: Exchanged, row_bytes: int, axis: int, chunks: int) -> list[Inner
         Inner("exchange", axis, -(-rows.sent // chunks) * row_bytes, -(-rows.mean // chunks) * row_bytes)
         for _ in range(chunks)
     ]
+
+
+def _beside(there: list[Inner], back: list[Inner]) -> list[Inner]:
+    """Of the last way there and the first way back: the first chunk and the last way home are waited for; while a chunk
+    is computed, the next one comes and the one before goes home."""
+    share = 1 / len(there)
+    return [
+        there[0],
+        *(
+            come._replace(
+                num_bytes=come.num_bytes + go.num_bytes, busiest_bytes=come.busiest_bytes + go.busiest_bytes,
+                is_beside=True, beside_share=share,
+            )
+            for come, go in zip(there[1:], back, strict=False)
+        ),
+        back[-1],
+    ]  # fmt: skip
 
 
 def _ends(call: Call, operands: tuple[Placement, ...]) -> list[tuple[Shape, Placement]]:
@@ -193,7 +210,7 @@ def worked_shapes(
 
 def _memory(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory:
     """Of each choice that comes: its row, hidden values before and after the activation; of each that was sent, what
-    came of it, and its weight. Rows lie once more, in another order, while they are sent or arrive."""
+    came of it, and its weight; the experts. Rows lie once more, in another order, while they are sent or arrive."""
     (tokens, width), (_, choices), _, up, down = sizes.operands[:5]
     experts = int(argument(node, 7, "num_experts", 1))
     ranks = max(1, round(experts / max(1, up[0]))) if exchanged_over(operands) else 1
@@ -205,7 +222,9 @@ def _memory(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> Runtim
     home = rows.sent * (down[2] + 1) * sizes.itemsize
     passing = (rows.most * (2 * max(width, down[2]) + hidden) + 3 * rows.sent * max(width, down[2])) * sizes.itemsize
     return RuntimeMemory(
-        arrived + home + numbers, (passing + numbers, passing + rows.most * 2 * hidden * sizes.itemsize)
+        arrived + home + numbers,
+        (passing + numbers, passing + rows.most * 2 * hidden * sizes.itemsize),
+        keeps=(3, 4),
     )
 
 

@@ -49,10 +49,12 @@ WorkspaceRule = Callable[[Sizes], Workspace]
 
 class RuntimeMemory(NamedTuple):
     """Of a function of the runtime that runs in the place of an operator: bytes that autograd keeps of it, instead of
-    what it keeps of that (None: the same), and what it takes for a while."""
+    what it keeps of that (None: the same), and what it takes for a while. keeps: the operands that it keeps themselves.
+    """
 
     saved_bytes: int | None
     workspace: Workspace
+    keeps: tuple[int, ...] = ()
 
 
 LoweredRule = Callable[[Node, Sizes, tuple[Placement, ...]], RuntimeMemory | None]

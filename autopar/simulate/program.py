@@ -265,6 +265,7 @@ class OperatorPrice(NamedTuple):
     workspace: tuple[int, int]
     split: Split | None
     lowered_bytes: int | None  # what autograd keeps of the runtime's function that runs instead, if one does
+    lowered_keeps: tuple[int, ...] = ()  # and which operands it keeps
 
 
 class _SlotPrice(NamedTuple):
@@ -613,7 +614,9 @@ class Lowering:
             program.items.append(Item(node.name, tuple(dict.fromkeys(inputs)), tuple(outputs), unit=unit))
             return
         price = self._operator_price(node, placements, inputs, outputs)
-        kept = facts.saved if self.trains and price.lowered_bytes is None else ()
+        kept: tuple[Saved, ...] = facts.saved if self.trains else ()
+        if price.lowered_bytes is not None:
+            kept = tuple([node.operands[position] for position in price.lowered_keeps if kept])
         if kept and fused and fused.makes_again:
             kept = (*kept, *(name for name, stays in zip(node.operands, fused.operands, strict=True) if not stays))
         saved, extra, numbers = self._saved(kept, node, inputs, outputs)
@@ -683,7 +686,8 @@ class Lowering:
             lowered = lowered_memory(node, sizes, placements.operands)
             workspace = workspace_bytes(node.op, sizes) if lowered is None else lowered.workspace
             kept = None if lowered is None else lowered.saved_bytes
-            known = OperatorPrice(*times, issue_ns, inner, inner_backward, workspace, split, kept)
+            keeps = () if lowered is None else lowered.keeps
+            known = OperatorPrice(*times, issue_ns, inner, inner_backward, workspace, split, kept, keeps)
             self.prices.operators[key] = known
         return known
 
@@ -741,7 +745,9 @@ class Lowering:
         sent = self._transmission(inner.collective, inner.axis, inner.priced_bytes, sizes)
         if inner.is_beside:
             axis, size = self.plan.axes[inner.axis], inner.priced_bytes
-            longer = beside_compute_ns(sent.collective, size, compute_ns, axis, self.per_node, self.profile)
+            longer = beside_compute_ns(
+                sent.collective, size, compute_ns, axis, self.per_node, self.profile, inner.beside_share
+            )
             return sent._replace(duration_ns=longer, beside_ns=longer)
         return sent._replace(duration_ns=0, waits=None, is_early=True) if inner.is_early else sent
 
