@@ -7,7 +7,7 @@ step    log(measured / predicted) = Σ shareₖ · eₖ + e
              other.
         e    what whole steps differ by beside their operators (`WholeSteps.spread`)
 memory  log(measured / predicted) of what is taken has `DeviceMemory.spread`; a plan fits where no more is taken than
-        the device has.
+        the device has without the margin in which its allocator gives back and asks again.
 
 A profile without a block `steps` says nothing of the one, one without `memory` nothing of the other.
 """
@@ -178,7 +178,8 @@ def told(predicted: Prediction, peak_bytes: int, num_communicators: int, profile
         return predicted
     taken = memory.taken_bytes(peak_bytes, num_communicators)
     odds = memory.fits_probability(taken, capacity)
-    return replace(predicted, taken_bytes=taken, capacity_bytes=capacity, fits_probability=odds)
+    needed = memory.needed_bytes(taken)
+    return replace(predicted, taken_bytes=taken, needed_bytes=needed, capacity_bytes=capacity, fits_probability=odds)
 
 
 def communicators(plan: Plan) -> int:
