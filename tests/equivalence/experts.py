@@ -194,7 +194,8 @@ def _wrong_bytes(
     found = []
     for ranks, predicted in expected:
         busiest = max(counted[rank].get("send", 0) for rank in ranks)
-        own = {**counted[ranks.start], **({"send": busiest} if busiest else {})}
+        sent = {kind: size for kind, size in counted[ranks.start].items() if size}
+        own = {**sent, **({"send": busiest} if busiest else {})}
         if own != predicted:
             found.append(f"rank {ranks.start} sent {own}, expected {predicted}")
     return found
