@@ -50,12 +50,19 @@ _LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }  # fmt: skip
 
-#: of a number of choices
+
+def _mixtral(count: int, **options: Any) -> Any:
+    """Seven experts, which ranks do not divide."""
+    choices = min(count, 2)
+    return transformers.MixtralConfig(
+        intermediate_size=24, num_local_experts=7, num_experts_per_tok=choices, **_DECODER, **options
+    )
+
+
+#: of a number of choices; the loss that balances experts is a mean over all tokens
 MODELS: dict[str, Any] = {
-    "mixtral": lambda count: transformers.MixtralConfig(
-        intermediate_size=24, num_local_experts=7, num_experts_per_tok=min(count, 2), output_router_logits=True,
-        router_aux_loss_coef=0.1, **_DECODER
-    ),
+    "mixtral": lambda count: _mixtral(count),
+    "mixtral_aux": lambda count: _mixtral(count, output_router_logits=True, router_aux_loss_coef=0.1),
     "qwen3_moe": lambda count: transformers.Qwen3MoeConfig(
         intermediate_size=24, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=count, head_dim=8,
         norm_topk_prob=True, **_DECODER
@@ -187,7 +194,8 @@ def _wrong_bytes(
     found = []
     for ranks, predicted in expected:
         busiest = max(counted[rank].get("send", 0) for rank in ranks)
-        own = {**counted[ranks.start], **({"send": busiest} if busiest else {})}
+        sent = {kind: size for kind, size in counted[ranks.start].items() if size}
+        own = {**sent, **({"send": busiest} if busiest else {})}
         if own != predicted:
             found.append(f"rank {ranks.start} sent {own}, expected {predicted}")
     return found

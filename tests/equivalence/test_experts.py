@@ -25,7 +25,7 @@ CASES = [
     Case("deepseek", "ep", "none to a rank", 1),
     Case("deepseek", "ep_zero3", "power law", 4),
     Case("gpt_oss", "ep_tp", ONE, 1),
-    Case("gpt_oss", "ep_over_cp", "balanced", 4),
+    Case("qwen3_moe", "ep_over_cp", "balanced", 4),
 ]
 
 

@@ -221,7 +221,8 @@ LOWERING = [
 ]  # fmt: skip
 
 HALO, WINDOWS = "autopar/runtime/lowering/halo.py", "autopar/runtime/lowering/windows.py"
-EXPERTS = "autopar/runtime/lowering/experts.py"
+EXPERTS, EXCHANGE = "autopar/runtime/lowering/experts.py", "autopar/runtime/lowering/exchange.py"
+ACTIVATIONS = "autopar/runtime/lowering/activations.py"
 
 
 def _samples(words: str) -> tuple[str, ...]:
@@ -239,8 +240,32 @@ INSIDE = [
     Fault("a slice of the groups is told of all groups", IMAGES,
           'local.on_rank().arguments["groups"]', 'local.call.arguments["groups"]',
           _samples("conv")),
-    Fault("the experts of every rank are the first ones", EXPERTS, "local_offset(num_experts, *axes)", "0",
+    Fault("choices go where the first experts are", EXPERTS, "table[begin:end] =", "table[: end - begin] =",
           _samples("routed_experts")),
+    Fault("rows stay in the order of the ranks they are from", EXPERTS,
+          "exchange.reordered(exchange.end(begun[chunk]), way.order)", "exchange.end(begun[chunk])",
+          _samples("routed_experts")),
+    Fault("a token's gradient is that of its last choice", EXPERTS,
+          "return spread.view(tokens, choices, -1).sum(1), None, None",
+          "return spread.view(tokens, choices, -1)[:, -1], None, None", _samples("routed_experts")),
+    Fault("choices of experts that others compute are computed", EXPERTS,
+          "if all(split.leg >= 0 or index == split.own for", "if all(split.size > 0 for", _samples("routed_experts")),
+    Fault("experts add each other's biases", EXPERTS, "bias.unbind(0), strict", "bias.flip(0).unbind(0), strict",
+          _samples("routed_experts")),
+    Fault("gradients of rows go on the way that rows went", EXCHANGE, "start(grad, not ctx.flight.is_back)",
+          "start(grad, ctx.flight.is_back)", _samples("routed_experts")),
+    Fault("rows are sent on to the second axis as they came along the first", EXCHANGE,
+          "sent = rows if is_back else reordered(rows, leg.order)", "sent = rows",
+          ("tests:tests/ops/test_exchanges.py",)),
+    Fault("a gate's even columns are its odd ones", ACTIVATIONS, '{"a": hidden[:, ::2], "b": hidden[:, 1::2]}',
+          '{"b": hidden[:, ::2], "a": hidden[:, 1::2]}', ("tests:tests/trace/test_routing.py -k every",)),
+    Fault("every rank adds the bias of what experts make", "autopar/ops/experts.py",
+          'added = (len(operands) - 1,) if', "added = () if", _samples("routed_experts")),
+    Fault("a bias of any rows is an expert's", "autopar/trace/routing.py",
+          'require(_only(taken.args[1]).tensor == self._made(order, "aten.sort.default").outputs[0])', "pass",
+          ("tests:tests/trace/test_routing.py -k bias",)),
+    Fault("halves of a gate are any halves", "autopar/trace/activations.py",
+          '"ab"[node.outputs.index(value.tensor)]', '"ab"[0]', ("tests:tests/trace/test_routing.py",)),
     Fault("a bag's mean divides by the rows of this rank", EMBEDDING, "_bag_sizes(counted, offsets",
           "_bag_sizes(counted & here, offsets", _samples("embedding_bag")),
 ]  # fmt: skip

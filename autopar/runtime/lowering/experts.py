@@ -190,6 +190,8 @@ def grouped_product(rows: Tensor, matrices: Tensor, counts: Sequence[int], bias:
         ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32).to(rows.device, non_blocking=True)
         made: Tensor = torch._grouped_mm(rows, matrices, offs=ends)
         return made if bias is None else made + bias.repeat_interleave(_tensor(counts, rows), 0, output_size=len(made))
+    if not counts:  # of no experts: no rows, which still lead the backward pass to the exchange
+        return rows @ matrices.sum(0)
     parts = [part @ matrix for part, matrix in zip(torch.split(rows, list(counts)), matrices.unbind(0), strict=True)]
     if bias is not None:
         parts = [part + own for part, own in zip(parts, bias.unbind(0), strict=True)]

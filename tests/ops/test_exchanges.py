@@ -1,0 +1,60 @@
+"""Tokens that are exchanged for experts, over one axis and several, on virtual ranks: values, gradients and bytes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from autopar.ir.placement import S
+from autopar.ops import axis_rules
+from autopar.ops.experts import ROUTED_EXPERTS, exchanged_rows
+from autopar.ops.notation import AxisRule
+from tests.ops.interpreter import Case, check, make_case
+from tests.ops.samples import f, table_samples
+from tests.ops.sweep import everything_trusted
+
+
+def routed_cases() -> list[Case]:
+    torch.manual_seed(0)
+    return [make_case(s.op, s.args, s.kwargs, s.exact) for s in table_samples() if s.op == ROUTED_EXPERTS]
+
+
+CASES = routed_cases()
+
+
+def rules_of(case: Case) -> tuple[AxisRule, list[AxisRule]]:
+    """The exchange, and all that splits something."""
+    with everything_trusted():
+        rules = [rule for rule in axis_rules(case.graph, case.node) if S(0) in rule.operands]
+    exchange = next(rule for rule in rules if rule.operands[0] == S(0) == rule.operands[3])
+    return exchange, rules
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 2)])
+def test_an_exchange_goes_with_every_other_split(number: int, sizes: tuple[int, int]) -> None:
+    case = CASES[number]
+    exchange, rules = rules_of(case)
+    for other in rules:
+        for pair in dict.fromkeys(itertools.permutations((exchange, other))):
+            assert check(case, pair, sizes) is None, (pair, sizes)
+
+
+@pytest.mark.parametrize("chosen", [[0, 0], [0, 1], [3, 3], [5, 2]], ids=str)
+@pytest.mark.parametrize("chunks", [1, 3, 8])
+def test_any_routing_computes_the_same(chosen: list[int], chunks: int) -> None:
+    """All tokens to one expert, or two; most ranks get none, and chunks are more than the tokens of a rank."""
+    ids = torch.tensor(chosen).expand(10, 2).contiguous()
+    args = (f(10, 6), ids, f(10, 2), f(7, 6, 4), f(7, 4, 6), "relu", False, 7)
+    case = make_case(ROUTED_EXPERTS, args, {"chunks": chunks})
+    exchange, _ = rules_of(case)
+    for rules, sizes in (((exchange,), (4,)), ((exchange, exchange), (2, 2))):
+        assert check(case, rules, sizes) is None, sizes
+
+
+def test_what_is_exchanged_follows_the_tokens() -> None:
+    rows = exchanged_rows(4096, 2, 8, 8)
+    assert rows.sent == 8192 <= rows.mean <= rows.most < 8192 * 1.1
+    assert exchanged_rows(4096, 2, 8, 8, "power_law:1.2").most > 2 * rows.most
