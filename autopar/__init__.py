@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from autopar.ir.constraint import Constraint as Constraint
     from autopar.ir.mesh import Mesh as Mesh
     from autopar.ir.plan import Plan as Plan
+    from autopar.ir.routing import Routing as Routing
     from autopar.ops import register_rule as register_rule
     from autopar.pipeline import parallelize as parallelize
     from autopar.pipeline import template_plan as template_plan
@@ -27,6 +28,7 @@ _HOMES = {
     "Constraint": "autopar.ir.constraint",
     "Mesh": "autopar.ir.mesh",
     "Plan": "autopar.ir.plan",
+    "Routing": "autopar.ir.routing",
     "SearchBudget": "autopar.request",
     "parallelize": "autopar.pipeline",
     "register_rule": "autopar.ops",
@@ -46,6 +48,7 @@ views.fill(
         "picture": "autopar.show.picture:picture",
         "prediction": "autopar.simulate.timeline:predict",
         "perfetto": "autopar.show.perfetto:trace",
+        "measured_routing": "autopar.trace.popularity:measured",
         "to_json": "autopar.ir.serialization:to_json",
         "from_json": "autopar.ir.serialization:from_json",
     }

@@ -11,6 +11,7 @@ from torch import nn
 from autopar.errors import PlanError, TraceError
 from autopar.ir.constraint import Constraint
 from autopar.ir.plan import Plan
+from autopar.ir.routing import Routing
 
 
 def check_arguments(**given: Any) -> None:
@@ -51,8 +52,10 @@ _KINDS: dict[str, _Kind] = {
     "loss_fn": (lambda value: value is None or callable(value), "a function of what forward returns"),
     "plan": (lambda value: isinstance(value, Plan), "an autopar.Plan, such as Plan.load(path) or program.plan"),
     "constraints": (_is_constraints, "a sequence of autopar.Constraint"),
+    "routing": (lambda value: value is None or isinstance(value, Routing), "an autopar.Routing, such as "
+                "Routing.power_law(1.2), or None"),
     "progress": (lambda value: value is None or callable(value), "a function that takes a line of text, or None"),
     "optimizer": _TEXT, "precision": _TEXT, "dp": _WHOLE, "tp": _WHOLE, "pp": _WHOLE, "zero": _WHOLE, "hsdp": _WHOLE,
-    "cp": _WHOLE, "microbatches": _COUNT, "chunks": _COUNT,
+    "cp": _WHOLE, "ep": _WHOLE, "microbatches": _COUNT, "chunks": _COUNT,
     "layers": (_are_whole, "a sequence of whole numbers, or None"),
 }  # fmt: skip

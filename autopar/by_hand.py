@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.errors import AutoparError, InfeasibleError
+from autopar.expert_parallel import check_alone, check_experts, expert_axes
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
@@ -16,7 +17,7 @@ from autopar.odds import with_odds
 from autopar.planning import Place, divided, fit_or_refuse_over
 from autopar.profiler import load_profile, profiles_of
 from autopar.request import BUDGETS, Request, memory_limit_of
-from autopar.rewrites import for_sequences
+from autopar.rewrites import for_sequences, in_chunks
 from autopar.shares import SharedBatch
 from autopar.staging import checked_sizes, cut, even_sizes, stages_of_sizes
 from autopar.step import with_simulator
@@ -36,16 +37,22 @@ from autopar.unequal import UnequalStages
 def template_of_graph(
     graph: Graph, mesh: Mesh, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1, schedule: str = "1f1b",
     chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False, zero: int = 0,
-    hsdp: int = 1, cp: int = 1, context: str = "gather", recompute: str = "none", split: str = "equal",
+    hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat", exchange_chunks: int = 1,
+    recompute: str = "none", split: str = "equal",
     mode: str = "train",
     optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
     constraints: Sequence[Constraint] = (),
 ) -> Plan:  # fmt: skip
     """`template_plan` of a traced model, under further constraints."""
-    axes = template_axes(mesh, dp, tp, pp, hsdp, cp)
+    axes = template_axes(mesh, dp, tp, pp, hsdp, cp, ep, exchange)
+    sharing = expert_axes(mesh, dp, tp, cp, ep, exchange).sharing
     check_hsdp(mesh, pp, hsdp, zero)
+    check_experts(graph, ep)
+    check_alone(mesh, hsdp, ep)
     check_context(mesh, cp, context)
-    graph, told = for_sequences(graph) if cp > 1 else (graph, ())
+    graph, told = for_sequences(graph, ring=context == "ring") if cp > 1 else (graph, ())
+    graph, in_parts = in_chunks(graph, exchange_chunks)
+    told = (*told, *in_parts)
     first_ranks = template_ranks(mesh, pp, chunks, schedule)
     part = divided(graph, find_blocks(graph), microbatches)
     paths = tuple(path for group in part.blocks.paths for path in group)
@@ -57,7 +64,18 @@ def template_of_graph(
         part = replace(part, cut=lambda plan: cut(part.graph, plan, members, first_ranks, schedule), num_submeshes=pp)
     batch = {n: t for n, t in batch_types(part.graph).items() if part.blocks.representative_tensor(n) == n}
     sequence = positions(part.graph, part.blocks, cp)
-    rules = template_constraints(part.graph, axes, zero, sequence_parallel, paths, batch, sequence, context)
+    rules = template_constraints(
+        part.graph,
+        axes,
+        zero,
+        sequence_parallel,
+        paths,
+        batch,
+        sequence,
+        context,
+        sharing,
+        part.blocks,
+    )
     rules += constraints
     again = template_recompute(graph, paths, recompute)
     limit = memory_limit_of(memory_limit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from functools import partial
 from importlib import import_module
@@ -32,6 +33,7 @@ from autopar.ir.constraint import Constraint
 from autopar.ir.mesh import Mesh
 from autopar.ir.naming import printable
 from autopar.ir.plan import Plan
+from autopar.ir.routing import Routing
 from autopar.pipeline import parallelize, played, template_plan, verify, with_timeline
 from autopar.profiler import load_profile, measure_profile
 from autopar.profiler.linked import read_links, with_measured_links
@@ -47,9 +49,10 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _TEMPLATE: dict[str, Callable[[str], Any]] = {
     "dp": int, "tp": int, "pp": int, "microbatches": int, "schedule": str, "chunks": int,
     "layers": lambda text: tuple(map(int, text.split("+"))), "sequence_parallel": int, "zero": int, "hsdp": int,
-    "cp": int, "context": str, "recompute": str,
+    "cp": int, "context": str, "ep": int, "exchange": str, "exchange_chunks": int,
+    "recompute": str,
 }  # fmt: skip
-_PLACES = ("stored", "used", "output", "tensor", "input")
+_PLACES = ("stored", "used", "output", "tensor", "operands", "input")
 _PINS = {"axis": str, "zero": int, "min_dims": int, "microbatches": int, "stages": int, "recompute": str,
          "schedule": str, "chunks": int}  # fmt: skip
 
@@ -107,6 +110,12 @@ def _measuring(commands: Any) -> None:
     profile.add_argument("--points", type=Path, help="keep measured points here, and go on from those that are there")
     profile.add_argument("--windows", type=int, default=3, help="how often all of this host is measured; medians count")
     profile.add_argument("--pause", type=float, default=0.0, help="seconds between windows: longer ones outlast drift")
+    profile.add_argument(
+        "--routing", metavar="MODEL", help="module:config: how often its routers choose each expert, for plan --routing"
+    )
+    profile.add_argument(
+        "--batches", type=int, default=1, help="of --routing: batches(config), or example_inputs, so many"
+    )
     profile.add_argument("--collectives", action="store_true", help="under torchrun: collectives along axes of meshes")
     profile.add_argument("--axes", type=parse_mesh, action="append", default=[], help="of --collectives, such as 2x4")
     profile.add_argument("--seconds", type=float, default=120.0, help="about how long --collectives may take")
@@ -130,6 +139,10 @@ def _planning(commands: Any) -> None:
     )
     plan.add_argument("--search", choices=("fast", "default", "thorough"), default="default")
     plan.add_argument("--precision", choices=("bf16",), help="bf16 compute with float32 master weights")
+    plan.add_argument(
+        "--routing", type=routing_of, metavar="TEXT",
+        help="how tokens choose experts: balanced, power_law:1.2, or a file that autopar profile --routing wrote",
+    )  # fmt: skip
     plan.add_argument("--template", help="plan by hand instead of searching: dp=2,tp=2,zero=3")
     plan.add_argument(
         "--split", choices=("equal", "speed"),
@@ -196,6 +209,15 @@ def _size(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f"expected a number of bytes above 0, such as 16GB, found {text!r}")
     return size
+
+
+def routing_of(text: str) -> Routing:
+    """Reads balanced, power_law:1.2 or the name of a file of counts."""
+    try:
+        is_file = text.endswith(".json") or Path(text).is_file()
+        return Routing.read(text) if is_file else Routing.parse(text)
+    except PlanError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def parse_constraint(text: str) -> Constraint:
@@ -307,7 +329,7 @@ def _may_be_config(member: Any) -> bool:
 def _plan(options: argparse.Namespace) -> int:
     mesh, template = Mesh.parse(options.mesh), _template(options.template)
     model, inputs = load_model(options.model, options.meta)
-    asked = {name: getattr(options, name) for name in ("mode", "precision", "memory_limit", "optimizer")}
+    asked = {name: getattr(options, name) for name in ("mode", "precision", "memory_limit", "optimizer", "routing")}
     if template is not None and options.constraint:
         raise PlanError(
             "expected --template or --constraint, found both: constraints bound a search, and a template is none"
@@ -419,6 +441,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
+    if options.routing:
+        return _profile_routing(options)
     if options.folder:
         return _profile_from(options)
     if options.collectives or options.links:
@@ -433,6 +457,37 @@ def _profile(options: argparse.Namespace) -> int:
     name = path if options.output else "cpu"
     print(f"written to {path}; plan with it: --mesh {name}:4")
     return 0
+
+
+def _profile_routing(options: argparse.Namespace) -> int:
+    """Of a model with the weights that its `build` gives it, on what its `batches` or `example_inputs` give."""
+    if options.output is None:
+        raise PlanError("expected -o FILE for the counts, found none; take -o routing.json")
+    model, inputs = load_model(options.routing)
+    found = Routing.measured(model, _batches(options.routing, inputs, max(1, options.batches)))
+    for path, counts in found.counts:
+        mean = sum(counts) / len(counts)
+        print(
+            f"  {path.ljust(40)} {len(counts)} experts, {sum(counts):,} choices: the hottest has "
+            f"{max(counts) / mean:.2f} times the mean, the coldest {min(counts) / mean:.2f}"
+        )
+    found.save(options.output)
+    print(f"written to {options.output}; plan with it: --routing {options.output}")
+    return 0
+
+
+def _batches(text: str, first: Any, count: int) -> Iterator[Any]:
+    """So many batches of a model's module: those of its `batches(config)`, or else of `example_inputs(config)`."""
+    name, _, attribute = text.partition(":")
+    module = import_module(name)
+    config = getattr(module, attribute or "Config")
+    config = config() if callable(config) else config
+    if hasattr(module, "batches"):
+        yield from itertools.islice(module.batches(config), count)
+        return
+    yield first
+    for _ in range(count - 1):
+        yield module.example_inputs(config)
 
 
 def _profile_from(options: argparse.Namespace) -> int:

@@ -34,7 +34,7 @@ from autopar.planning import DividedGraph, Place, divided
 from autopar.profiler import load_profile
 from autopar.request import Request, SearchBudget
 from autopar.simulate import Incremental, predict
-from autopar.template import CONTEXTS, positions, template_axes, template_constraints, template_recompute
+from autopar.template import positions, template_axes, template_constraints, template_recompute
 from autopar.trace import find_blocks
 from autopar.tunables import (
     ALIKE,
@@ -152,16 +152,27 @@ class Family:
             if is_interrupted() or not self._may_be_near(self.request.mesh.num_devices // tp, tp):
                 break
 
-    def look_at_contexts(self) -> None:
+    def look_at_contexts(self, contexts: Sequence[str]) -> None:
         """At shapes that split sequences, of a graph that says where they may be (`rewrites.for_sequences`)."""
         for tp in divisors(self.request.mesh.devices_per_node):
             among = self.request.mesh.num_devices // tp
             for cp in sorted(set(divisors(among)) - {1}):
-                counts = self._counts_of(among // cp) or [1]  # one sample is not cut, and needs no other number
-                for context in CONTEXTS if self.samples >= among // cp else ():
-                    one = Template(among // cp, tp, 3, cp=cp, context=context)
-                    if is_interrupted() or self._likely_ns(self._look_at(one, counts)) > ALIKE * self.best_ns:
-                        break
+                if self.samples < among // cp:
+                    continue
+                likely_ns = self._look_at_context(among // cp, tp, cp, contexts)
+                if is_interrupted() or likely_ns > ALIKE * self.best_ns:
+                    break  # where more ranks split a sequence, they send more
+
+    def _look_at_context(self, dp: int, tp: int, cp: int, contexts: Sequence[str]) -> float:
+        """What a step likely takes in the best of some ways, until one is far from the best plan."""
+        counts = self._counts_of(dp) or [1]  # one sample is not cut, and needs no other number
+        likely_ns = math.inf
+        for context in contexts:
+            own_ns = self._likely_ns(self._look_at(Template(dp, tp, 3, cp=cp, context=context), counts))
+            likely_ns = min(likely_ns, own_ns)
+            if own_ns > ALIKE * self.best_ns:
+                break
+        return likely_ns
 
     def _may_be_near(self, dp: int, tp: int) -> bool:
         """Looks at a shape. False where it is so much slower than the best, whatever its memory, that no larger `tp`,
@@ -352,13 +363,13 @@ class Family:
 
 
 def faster_templates(
-    graph: Graph, plan: Plan | None, request: Request, contexts: bool = False
+    graph: Graph, plan: Plan | None, request: Request, contexts: Sequence[str] = ()
 ) -> tuple[list[Tried], Iterator[tuple[Outline, Plan, Callable[[], Plan]]]]:
     """Templates of a graph that may be faster than a plan, if there is one: a row of the report for each that is looked
     at, and of those that fit the outline, the plan, and what states it for the step. contexts: those that split
-    sequences, and no others."""
+    sequences in these ways, and no others."""
     family = Family(graph, plan, request)
-    (family.look_at_contexts if contexts else family.look)()
+    family.look_at_contexts(contexts) if contexts else family.look()
     found = ((place.outline, plan, partial(_stated, name, place, plan)) for name, place, plan in family.found)
     return family.rows, found
 

@@ -27,9 +27,10 @@ from autopar.ir.redistribution import Step, cheapest_path
 from autopar.ir.stages import leaving_values, stage_graph
 from autopar.ir.structure import batch_inputs, is_random, tensors_of_inputs
 from autopar.ir.verifier import Admits, check_identity, ending, verify
-from autopar.ops import admits, axis_rules
+from autopar.ops import admits, axis_rules, shape_error
 from autopar.ops.call import call_of
-from autopar.ops.communication import is_mean_over_samples
+from autopar.ops.communication import inner_communication, is_mean_over_samples
+from autopar.ops.lowering import local_arguments
 from autopar.ops.table import operator
 
 Types = Mapping[str, NodePlan]
@@ -154,7 +155,9 @@ def _best_rule(
             if slices is None or not _divides(graph, node.results, rule.results, count):
                 continue
             if best is None or slices < best[0]:
-                best = slices, NodePlan(tuple((t,) for t in rule.operands), tuple((t,) for t in rule.results))
+                plan = NodePlan(tuple((t,) for t in rule.operands), tuple((t,) for t in rule.results))
+                if shape_error(graph, node, plan.operands, (Axis(MICROBATCH, count, 1),)) is None:
+                    best = slices, plan
         best_rules[key] = None if best is None else best[1]
     found: NodePlan | None = best_rules[key]
     return found
@@ -164,7 +167,7 @@ def _followed(graph: Graph, node: Node, current: Mapping[str, Type], count: int)
     """The node's best rule. Raises PlanError where it has none that keeps the microbatches apart."""
     have = [current.get(name, R) for name in node.operands]
     best = _best_rule(graph, node, have, count, tensors_of_inputs(graph))
-    if best is None or _mixes_samples(graph, node, best):
+    if best is None or _mixes_samples(graph, node, best, count):
         found = ", ".join(f"{name}: {type_}" for name, type_ in zip(node.operands, have, strict=True))
         raise PlanError(
             f"node {node.name} ({node.op}) at {node.source or 'an unknown line'}: expected an operator that works on "
@@ -199,10 +202,12 @@ def _divides(graph: Graph, names: tuple[str, ...], types: tuple[Type, ...], coun
     return all(type_.kind != "S" or graph.tensors[name].shape[type_.dim] % count == 0 for name, type_ in pairs)
 
 
-def _mixes_samples(graph: Graph, node: Node, plan: NodePlan) -> bool:
-    """Batch statistics are reduced inside the operator, over ranks only; in evaluation there are none."""
-    mixes = operator(node.op).mixes_samples
-    return mixes is not None and plan.operands[0] == (S(0),) and mixes(call_of(graph, node))
+def _mixes_samples(graph: Graph, node: Node, plan: NodePlan, count: int) -> bool:
+    """What operators send inside, such as statistics or the borders of images, they send to ranks; microbatches, which
+    run one after another, cannot."""
+    axes, mixes = (Axis(MICROBATCH, count, 1),), operator(node.op).mixes_samples
+    sends = any(inner_communication(graph, node, plan.operands, axes))
+    return sends or (mixes is not None and mixes(call_of(graph, node), plan.operands, axes))
 
 
 # Between the step and one microbatch ----------------------------------------
@@ -226,7 +231,16 @@ def _one_microbatch(graph: Graph, count: int) -> Graph:
 
     made = {name: graph.tensors[name].shape for name in graph.producers if name in whole and cut[name] != (R,)}
     tensors = {name: small(tensor) for name, tensor in graph.tensors.items()}
-    return replace(graph, tensors=tensors, whole_shapes=made)
+    nodes = tuple(_in_groups(graph, node, tensors) for node in graph.nodes)
+    return replace(graph, nodes=nodes, tensors=tensors, whole_shapes=made)
+
+
+def _in_groups(graph: Graph, node: Node, tensors: Mapping[str, Tensor]) -> Node:
+    """The node with as many groups of channels as a microbatch has, where samples are channels."""
+    if operator(node.op).groups is None:
+        return node
+    args, kwargs = local_arguments(graph, node, tuple(tensors[name].shape for name in node.results))
+    return node if (args, kwargs) == (node.args, node.kwargs) else replace(node, args=args, kwargs=kwargs)
 
 
 def cut_constraints(graph: Graph, count: int) -> tuple[Constraint, ...]:

@@ -7,7 +7,7 @@ step    log(measured / predicted) = Σ shareₖ · eₖ + e
              other.
         e    what whole steps differ by beside their operators (`WholeSteps.spread`)
 memory  log(measured / predicted) of what is taken has `DeviceMemory.spread`; a plan fits where no more is taken than
-        the device has.
+        the device has without the margin in which its allocator gives back and asks again.
 
 A profile without a block `steps` says nothing of the one, one without `memory` nothing of the other.
 """
@@ -30,6 +30,7 @@ from autopar.ir.plan import Plan, Prediction, Stage
 from autopar.microbatch import divided_graph
 from autopar.ops.table import operator
 from autopar.profiler import profiles_of
+from autopar.quantiles import with_p99
 from autopar.simulate import simulate
 
 ALIKE = 0.5  # correlation of the errors of a family's operators of different shapes
@@ -46,8 +47,9 @@ class Calls(NamedTuple):
 
 
 def with_odds(plan: Plan, graph: Graph) -> Plan:
-    """The plan whose prediction says how sure it is, as far as the profiles of its devices do. graph: the plan's, of
-    the whole batch."""
+    """The plan whose prediction says how sure it is, as far as the profiles of its devices do, with its step at the
+    99th percentile of routings. graph: the plan's, of the whole batch."""
+    plan = with_p99(plan, graph)
     profiles = profiles_of(plan.mesh)
     if not any(profile.memory or profile.steps for profile in profiles.values()):
         return plan
@@ -176,7 +178,8 @@ def told(predicted: Prediction, peak_bytes: int, num_communicators: int, profile
         return predicted
     taken = memory.taken_bytes(peak_bytes, num_communicators)
     odds = memory.fits_probability(taken, capacity)
-    return replace(predicted, taken_bytes=taken, capacity_bytes=capacity, fits_probability=odds)
+    needed = memory.needed_bytes(taken)
+    return replace(predicted, taken_bytes=taken, needed_bytes=needed, capacity_bytes=capacity, fits_probability=odds)
 
 
 def communicators(plan: Plan) -> int:

@@ -25,6 +25,7 @@ from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, checked
 from autopar.ir.plan import Plan
+from autopar.ir.routing import Routing
 from autopar.microbatch import check_plan
 from autopar.odds import with_odds
 from autopar.passes.balance import balance
@@ -40,7 +41,7 @@ from autopar.passes.template import contexts, outset, template
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Ended, Report, reporting_passes
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
-from autopar.rewrites import graph_of
+from autopar.rewrites import graph_of, under_routing, with_contexts
 from autopar.simulate import Timeline, predict
 from autopar.step import simulated_step, with_simulator
 from autopar.template import check_context, check_hsdp, template_axes, template_ranks
@@ -79,6 +80,7 @@ def parallelize(
     precision: str | None = None,
     memory_limit: int | None = None,
     constraints: Sequence[Constraint] = (),
+    routing: Routing | None = None,
     plan: Plan | None = None,
     search: str | SearchBudget = "default",
     progress: Report | None = None,
@@ -86,15 +88,17 @@ def parallelize(
 ) -> PlannedProgram:
     """Turns a single-device model into the fastest sharded program for a mesh that the search finds.
 
-    example_inputs: one global batch (real or meta tensors). memory_limit: bytes a device. plan: a saved plan, used
-    after validation instead of a search; its mode is taken too. check: whether the traced graph is run beside the model
-    where it has real weights, once for each graph of a model; the plan says what came of it, and a difference is a
-    TraceError. Ctrl-C ends a search with the best plan so far. Raises AutoparError subclasses; InfeasibleError when
-    nothing fits.
+    example_inputs: one global batch (real or meta tensors). memory_limit: bytes a device. routing: how tokens choose
+    experts, balanced where it is not said; time is then a mean, with its 99th percentile beside it, and memory that of
+    the 99th percentile. plan: a saved plan, used after validation instead of a search; its mode is taken too, and its
+    routing, unless another is given, under which it is predicted anew. check: whether the traced graph is run beside
+    the model where it has real weights, once for each graph of a model; the plan says what came of it, and a difference
+    is a TraceError. Ctrl-C ends a search with the best plan so far. Raises AutoparError subclasses; InfeasibleError
+    when nothing fits.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, constraints=constraints,
-        progress=progress, **({} if plan is None else {"plan": plan}),
+        progress=progress, routing=routing, **({} if plan is None else {"plan": plan}),
     )  # fmt: skip
     mesh, ended = checked(mesh), reporting_passes(progress)
     memory_limit_of(memory_limit)  # refused before the model is traced
@@ -108,16 +112,28 @@ def parallelize(
         limit, budget = memory_limit_of(memory_limit), budget_of(search)
         request = Request(mesh, mode, optimizer, limit, tuple(constraints), budget, precision)
         with interrupts_caught():
+            graph, steps = under_routing(graph, routing, optimizer)
             graph, plan = planned_jointly(graph, request, progress, ended)
+        plan = replace(plan, routing=routing, substitutions=(*steps, *plan.substitutions))
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     else:
-        graph = graph_of(plan, graph)
+        graph, plan = _under(routing, plan, graph)
     check_plan(graph, plan)
     source = emit(graph, plan)
     ended("emit", f"{source.count(chr(10)):,} lines")
     plan = replace(with_simulator(plan, graph), checked_against_eager=against_eager)
     return PlannedProgram(graph, plan, source, model_state(with_loss(model, loss_fn)))
+
+
+def _under(routing: Routing | None, plan: Plan, graph: Graph) -> tuple[Graph, Plan]:
+    """A plan that is given, and its graph; predicted anew where another routing is given than it was made for."""
+    if routing is None or routing == plan.routing:
+        return graph_of(plan, graph), plan
+    plan = replace(plan, routing=routing)
+    graph = graph_of(plan, graph)
+    check_plan(graph, plan)
+    return graph, with_odds(replace(plan, predicted=predict(simulated_step(graph, plan))), graph)
 
 
 @without_collector()
@@ -128,7 +144,10 @@ def planned_jointly(
 
     Raises like `parallelize`.
     """
-    return search(PASSES, graph, Context(request, progress, ended or reporting_passes(progress)))
+    graph, told, rules = with_contexts(graph, request.constraints)
+    request = replace(request, constraints=(*request.constraints, *rules))
+    graph, plan = search(PASSES, graph, Context(request, progress, ended or reporting_passes(progress)))
+    return graph, replace(plan, substitutions=(*told, *plan.substitutions))
 
 
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
@@ -150,9 +169,10 @@ def placed(graph: Graph, request: Request, progress: Report | None = None) -> Pl
 def template_plan(
     model: nn.Module, mesh: Mesh, example_inputs: Any, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
     schedule: str = "1f1b", chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False,
-    zero: int = 0, hsdp: int = 1, cp: int = 1, context: str = "gather", recompute: str = "none", split: str = "equal",
+    zero: int = 0, hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat",
+    exchange_chunks: int = 1, recompute: str = "none", split: str = "equal",
     loss_fn: Callable[..., Any] | None = None, mode: str = "train", optimizer: str | None = "adamw",
-    precision: str | None = None, memory_limit: int | None = None, check: bool = True,
+    precision: str | None = None, memory_limit: int | None = None, routing: Routing | None = None, check: bool = True,
 ) -> Plan:  # fmt: skip
     """The plan that people write by hand for dp × cp × tp × pp devices, as constraints around which the rest is solved.
 
@@ -170,31 +190,39 @@ def template_plan(
     dp, with a copy for each such group: gradients are reduce-scattered inside and all-reduced across. 1: among all.
     cp: among how many ranks sequences are split (context parallelism): what is made of positions, which are dim 1 of
     inputs, losses too. context: how attention runs then. "gather": queries stay, keys and values come from all ranks
-    inside of each attention operator, again for its backward pass; "heads": an all-to-all before and after it, so that
+    inside of each attention operator, again for its backward pass; "ring": they pass from rank to rank while the block
+    at hand is computed, so that none has all of them; "heads": an all-to-all before and after it, so that
     each rank has some heads of the whole sequence (Ulysses). Parameters are sharded over dp and cp where zero says so.
+    ep: among how many ranks the experts of each layer are split (expert parallelism): a divisor of dp, whose neighbours
+    they are, or dp times cp, tp or both. Tokens stay on their ranks; their choices go to the experts and come back, in
+    `exchange_chunks` parts (1 to 8) of which one travels while another is computed. exchange: "flat" sends to each rank
+    at once; "two-level" along the ranks of a node first, then across nodes. Over tp, use sequence_parallel.
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
     modules around each block's attention operator alone; "selective" for operators that are cheap for the memory that
-    this frees, such as norms and activations. check: as in `parallelize`.
+    this frees, such as norms and activations. routing, check: as in `parallelize`.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, dp=dp, tp=tp, pp=pp, zero=zero,
-        hsdp=hsdp, cp=cp, microbatches=microbatches, chunks=chunks, layers=layers,
+        hsdp=hsdp, cp=cp, ep=ep, microbatches=microbatches, chunks=chunks, layers=layers, routing=routing,
     )  # fmt: skip
-    template_axes(checked(mesh), dp, tp, pp, hsdp, cp)  # refused before the model is traced
+    template_axes(checked(mesh), dp, tp, pp, hsdp, cp, ep, exchange)  # refused before the model is traced
     check_hsdp(mesh, pp, hsdp, zero)
     check_context(mesh, cp, context)
     template_ranks(mesh, pp, chunks, schedule)
     given = model, example_inputs, loss_fn, mode, _precision(precision)
     graph = _trace(*given)
     against_eager = _checked_against_eager(graph, *given) if check else _NOT_ASKED
+    graph, steps = under_routing(graph, routing, optimizer)
     plan = template_of_graph(
         graph, mesh, dp=dp, tp=tp, pp=pp,
         microbatches=microbatches, schedule=schedule, chunks=chunks, layers=layers, sequence_parallel=sequence_parallel,
-        zero=zero, hsdp=hsdp, cp=cp, context=context, recompute=recompute, split=split, mode=mode, optimizer=optimizer,
+        zero=zero, hsdp=hsdp, cp=cp, context=context, ep=ep, exchange=exchange, exchange_chunks=exchange_chunks,
+        recompute=recompute, split=split, mode=mode, optimizer=optimizer,
         precision=precision, memory_limit=memory_limit,
     )  # fmt: skip
-    return replace(plan, checked_against_eager=against_eager)
+    steps += plan.substitutions
+    return replace(plan, routing=routing, substitutions=steps, checked_against_eager=against_eager)
 
 
 @faults_told()

@@ -9,23 +9,37 @@ what that is worth shows only where they are sharded.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.cost.memory import optimizer_of
 from autopar.errors import PlanError
+from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Substitution
+from autopar.ir.routing import Routing
 from autopar.microbatch import divided_graph
+from autopar.ops.experts import with_routing
 from autopar.planning import pinned_tensors
 from autopar.profiler import load_profile
 from autopar.request import Request
-from autopar.substitute import GraphCandidate, Substituted, load_rules, replayed, sequences, substituted
+from autopar.substitute import (
+    GraphCandidate,
+    Substituted,
+    exchanges,
+    load_rules,
+    placing,
+    replayed,
+    sequences,
+    substituted,
+)
 from autopar.substitute.lifting import lifted
 from autopar.substitute.masks import RULE, STATEMENT, under_causal_masks, without_masks
 from autopar.substitute.pricing import Pricer
 from autopar.substitute.searching import SHORT
+from autopar.template import attention_nodes
 from autopar.trace import find_blocks
 from autopar.tunables import SUBSTITUTION_S, SUBSTITUTION_SHARE
 
@@ -115,12 +129,14 @@ def _on_whole(graph: Graph, found: GraphCandidate, pricer: Pricer) -> list[Graph
     return []
 
 
-def for_sequences(graph: Graph) -> tuple[Graph, tuple[Substitution, ...]]:
-    """The graph whose sequences may be split, and the substitutions that make it of a traced model's."""
-    steps = list[Substitution]()
+def for_sequences(graph: Graph, ring: bool = False) -> tuple[Graph, tuple[Substitution, ...]]:
+    """The graph whose sequences may be split, and the substitutions that make it of a traced model's. ring: attention
+    over a split sequence has keys and values pass from rank to rank, wherever it can."""
+    steps, told = list[Substitution](), sequences
     for rule, statement, find, tell in (
         (RULE, STATEMENT, under_causal_masks, without_masks),
-        (sequences.RULE, sequences.STATEMENT, sequences.over_sequences, sequences.with_sequences),
+        (told.RULE, told.STATEMENT, told.over_sequences, told.with_sequences),
+        *([(told.RING_RULE, told.RING_STATEMENT, told.over_rings, told.with_rings)] if ring else []),
     ):
         names = find(graph)
         if names:
@@ -130,16 +146,74 @@ def for_sequences(graph: Graph) -> tuple[Graph, tuple[Substitution, ...]]:
     return graph, tuple(steps)
 
 
+def with_contexts(
+    graph: Graph, rules: Sequence[Constraint]
+) -> tuple[Graph, tuple[Substitution, ...], tuple[Constraint, ...]]:
+    """Where rules pin how attention runs over split sequences, the graph that does so with the substitutions that make
+    it, and the constraints that leave nothing else. Raises PlanError for a rule about no attention."""
+    pinned = [rule for rule in rules if rule.context is not None]
+    if not pinned:
+        return graph, (), ()
+    told, steps = for_sequences(graph)
+    ways = dict[str, str]()
+    for rule in pinned:
+        found = [node for node in attention_nodes(told) if rule.matches(node.name, node.scope.module)]
+        if not found:
+            raise PlanError(
+                f"expected attention for context={rule.context!r}, found none that {rule.pattern!r} matches"
+            )
+        ways.update((node.name, str(rule.context)) for node in found)
+    rings = tuple(name for name in sequences.over_rings(told) if ways.get(name) == "ring")
+    if rings:
+        modules = tuple(told.node_by_name[name].scope.module for name in rings)
+        steps += (Substitution(sequences.RING_RULE, sequences.RING_STATEMENT, "proved", "", modules, rings, {}),)
+        told = sequences.with_rings(told, rings)
+    results = (told.node_by_name[name].results[0] for name, way in ways.items() if way == "heads")
+    return told, steps, tuple(_by_heads(name, len(told.tensors[name].shape)) for name in results)
+
+
+def _by_heads(name: str, rank: int) -> Constraint:
+    """A result of attention, which is not split along its sequence."""
+    dims = (f"S({dim})" for dim in range(rank) if dim != rank - 2)
+    return Constraint(name, (*dims, "R", "I", "P"), what="tensor")
+
+
+def in_chunks(graph: Graph, chunks: int) -> tuple[Graph, tuple[Substitution, ...]]:
+    """The graph whose tokens are exchanged in so many chunks, and the substitution that makes it."""
+    exchanges.check_chunks(chunks)
+    names = exchanges.routed(graph)
+    if chunks == 1 or not names:
+        return graph, ()
+    modules = tuple(graph.node_by_name[name].scope.module for name in names)
+    step = Substitution(exchanges.RULE, exchanges.STATEMENT, "proved", "", modules, names, {"chunks": chunks})
+    return exchanges.in_chunks(graph, names, chunks), (step,)
+
+
 def graph_of(plan: Plan, graph: Graph) -> Graph:
-    """The graph that a plan is for: a model's traced graph after the plan's substitutions. Raises PlanError."""
-    return _replayed(graph, plan.substitutions)
+    """The graph that a plan is for: a model's traced graph with the plan's routing, after its substitutions. Raises
+    PlanError."""
+    placed = [step for step in plan.substitutions if step.rule == placing.RULE]
+    rest = [step for step in plan.substitutions if step.rule != placing.RULE]
+    return _replayed(with_routing(placing.with_placed(graph, placed), plan.routing), tuple(rest))
+
+
+def under_routing(
+    graph: Graph, routing: Routing | None, optimizer: str | None
+) -> tuple[Graph, tuple[Substitution, ...]]:
+    """A traced graph that knows how tokens choose experts, these placed by it, and the substitutions that do that.
+    Experts stay as they are for an optimizer that would notice if parameters were stored in another way."""
+    steps = placing.placements(graph, routing) if optimizer_of(optimizer).is_elementwise else ()
+    return with_routing(placing.with_placed(graph, steps), routing), steps
 
 
 def _replayed(graph: Graph, steps: tuple[Substitution, ...]) -> Graph:
-    told = {RULE: without_masks, sequences.RULE: sequences.with_sequences}
+    told = {
+        RULE: without_masks, sequences.RULE: sequences.with_sequences, sequences.RING_RULE: sequences.with_rings,
+        exchanges.RULE: exchanges.in_chunks,
+    }  # fmt: skip
     for step in steps:
         if step.rule in told:
-            graph = told[step.rule](graph, step.roots)
+            graph = told[step.rule](graph, step.roots, **step.binding)  # type: ignore[operator] # checked there
     rest = [step for step in steps if step.rule not in told]
     if not rest:
         return graph

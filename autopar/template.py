@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, get_args
 
 from autopar.errors import MeshError, PlanError
-from autopar.ir.constraint import Constraint
+from autopar.expert_parallel import expert_axes, expert_constraints, others_on
+from autopar.ir.constraint import Constraint, Context
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
 from autopar.ir.placement import S, Type
@@ -17,17 +18,21 @@ from autopar.microbatch import sequence_types
 from autopar.ops.table import operator
 from autopar.zero import KINDS, KINDS_TEXT, joined, recomputable
 
-DATA = ("dp", "hsdp")
-"""The axes that samples are split on: of hierarchical data parallelism, copies of parameters and shards of them."""
+DATA = ("dp", "hsdp", "ep_nodes", "ep")
+"""The axes that samples are split on: of hierarchical data parallelism, copies of parameters and shards of them; of
+expert parallelism, ranks with experts of their own."""
 
 
-CONTEXTS = ("gather", "heads")
+CONTEXTS = get_args(Context)
 """How attention over positions that are split may run."""
 
 
-def template_axes(mesh: Mesh, dp: int, tp: int, pp: int, hsdp: int = 1, cp: int = 1) -> LogicalMesh:
+def template_axes(
+    mesh: Mesh, dp: int, tp: int, pp: int, hsdp: int = 1, cp: int = 1, ep: int = 1, exchange: str = "flat"
+) -> LogicalMesh:
     """The axes dp (outer), cp and tp (inner) of a stage. hsdp: of the ranks of dp, neighbours that are an axis of their
-    own. Raises MeshError unless dp × cp × tp × pp is the number of devices, and hsdp divides dp."""
+    own; ep: those that share the experts (`expert_axes`). Raises MeshError unless dp × cp × tp × pp is the number of
+    devices, and hsdp divides dp."""
     if dp * cp * tp * pp != mesh.num_devices or min(dp, cp, tp, pp) < 1:
         factors = {"dp": dp, **({"cp": cp} if cp != 1 else {}), "tp": tp, "pp": pp}
         raise MeshError(
@@ -37,7 +42,8 @@ def template_axes(mesh: Mesh, dp: int, tp: int, pp: int, hsdp: int = 1, cp: int 
     if hsdp < 1 or dp % hsdp:
         raise MeshError(f"expected hsdp as a number of ranks that divides dp={dp}, found {hsdp}")
     inner = hsdp if hsdp < dp else 1  # of all ranks, it is dp itself
-    sizes = {name: size for name, size in (("dp", dp // inner), ("hsdp", inner), ("cp", cp), ("tp", tp)) if size > 1}
+    outer = (("dp", dp // inner), ("hsdp", inner)) if ep == 1 else expert_axes(mesh, dp, tp, cp, ep, exchange).sizes
+    sizes = {name: size for name, size in (*outer, ("cp", cp), ("tp", tp)) if size > 1}
     return make_axes(tuple(sizes), tuple(sizes.values()))
 
 
@@ -103,6 +109,7 @@ def template_recompute(graph: Graph, block_paths: Sequence[str], recompute: str)
 def template_constraints(
     graph: Graph, axes: LogicalMesh, zero: int, sequence_parallel: bool, block_paths: tuple[str, ...],
     batch: Mapping[str, Type], sequence: Mapping[str, Type] | None = None, context: str = "gather",
+    sharing: Sequence[str] = (), kept: SomeBlocks | None = None,
 ) -> list[Constraint]:  # fmt: skip
     """The constraints of a template on its axes.
 
@@ -111,7 +118,8 @@ def template_constraints(
     (1 to 3). hsdp: the same, with parameters sharded on it, and stored whole on dp. cp: what has positions is split by
     them (`sequence`: the tensors by name), and so are results of attention, or by heads where `context` says it;
     parameters as on dp. tp: matrices are sharded where a dim divides (Megatron's column and row pairs then cost least),
-    parameters stored as used; with sequence parallel, activations between blocks prefer to be split.
+    parameters stored as used; with sequence parallel, activations between blocks prefer to be split. sharing: the axes
+    that share the experts; kept: which results stand for equal ones.
     """
     names = [axis.name for axis in axes]
     num_ranks = math.prod(axis.size for axis in axes if axis.name in DATA)
@@ -125,17 +133,18 @@ def template_constraints(
 
     found: list[Constraint] = []
     for data in (name for name in DATA if name in names):
-        is_sharded = zero > 0 and data == sharded
+        is_sharded = zero > 0 and data in (sharded, "ep_nodes", "ep")
         stored = ("S",) if is_sharded else ("I", "R")  # R: a frozen parameter has no gradient to keep whole
-        found += [
-            *(Constraint(name, given(name), what="input", axis=data) for name in graph.inputs),
+        whole = [
             Constraint("*", ("R",), what="used", axis=data, min_dims=2),
             Constraint("*", ("R", "P"), what="used", axis=data),
             Constraint("*", stored, what="stored", axis=data, soft=is_sharded, zero=zero if is_sharded else None),
         ]
+        found += [Constraint(name, given(name), what="input", axis=data) for name in graph.inputs]
+        found += others_on(graph, whole) if data in sharing else whole
         found += [Constraint(name, (str(type_),), what="tensor", axis=data, soft=True) for name, type_ in batch.items()]
     if "cp" in names:
-        found += _context_constraints(graph, zero, sequence or {}, context)
+        found += _context_constraints(graph, zero, sequence or {}, context, "cp" in sharing)
     if "tp" in names:
         found += [
             Constraint("*", ("R",), what="input", axis="tp"),
@@ -145,19 +154,25 @@ def template_constraints(
             found.append(Constraint("*", ("S",), what="stored", axis="tp", min_dims=2, soft=True))
         edge = ("S(1)",) if sequence_parallel else ("I", "R", "P")
         found += [Constraint(path, edge, axis="tp", soft=True) for path in block_paths]
+    first = {n for n in graph.tensors if kept is None or kept.representative_tensor(n) == n}
+    for axis in sharing:
+        found += expert_constraints(graph, axis, first)
     return found
 
 
-def _context_constraints(graph: Graph, zero: int, sequence: Mapping[str, Type], context: str) -> list[Constraint]:
-    """Those on cp. Inputs are whole, and cut where they are read: labels are moved by a position before."""
-    found = [
-        Constraint("*", ("R",), what="input", axis="cp"),
+def _context_constraints(
+    graph: Graph, zero: int, sequence: Mapping[str, Type], context: str, shares: bool
+) -> list[Constraint]:
+    """Those on cp. Inputs are whole, and cut where they are read: labels are moved by a position before. shares: its
+    ranks share the experts."""
+    whole = [
         Constraint("*", ("R",), what="used", axis="cp", min_dims=2),
         Constraint("*", ("R", "P"), what="used", axis="cp"),
         Constraint(
             "*", ("S",) if zero else ("I", "R"), what="stored", axis="cp", soft=zero > 0, zero=zero if zero else None
         ),
     ]
+    found = [Constraint("*", ("R",), what="input", axis="cp"), *(others_on(graph, whole) if shares else whole)]
     attending = {node.results[0] for node in attention_nodes(graph)}
     for name, type_ in sequence.items():
         is_split = name in attending

@@ -36,8 +36,9 @@ def test_a_plan_for_gpus_says_what_it_takes_of_them() -> None:
     assert memory is not None and communicators(plan) == 2
     told = plan.predicted
     assert told.taken_bytes == memory.taken_bytes(told.peak_bytes, 2)
+    assert told.needed_bytes == memory.needed_bytes(told.taken_bytes)
     assert told.capacity_bytes == load_profile("h100").facts.capacity_bytes and told.fits_probability == 1.0
-    assert "of 85.5 GB taken with segments, context and buffers; fits with 100.0%" in plan_text(plan)
+    assert " at most in 98 of 100 runs; fits with 100.0%" in plan_text(plan)
     assert Plan.from_json(plan.to_json()).predicted == told
 
 

@@ -4,6 +4,7 @@ Times are integer nanoseconds, sizes bytes, shapes those of one rank's slices.
 """
 
 from autopar.cost.collectives import Route as Route
+from autopar.cost.collectives import beside_compute_ns as beside_compute_ns
 from autopar.cost.collectives import collective_time_ns as collective_time_ns
 from autopar.cost.collectives import redistribution as redistribution
 from autopar.cost.collectives import step_time_ns as step_time_ns

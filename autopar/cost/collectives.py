@@ -9,6 +9,7 @@ Byte conventions are those of `ir.redistribution.transfer_bytes`.
 | all_reduce     | ring σ + 2(p−1)α + 2(p−1)/p·bβ + bγ; double tree σ + 2⌈log₂p⌉α + 2bβ + bγ; of nodes; hierarchical |
 | all_gather, reduce_scatter | ring σ + (p−1)α + (p−1)/p·bβ + bγ/2; hierarchical |
 | all_to_all     | pairwise σ + (p−1)α + (p−1)/p·bβ; Bruck σ + ⌈log₂p⌉α + ⌈log₂p⌉/2·bβ; two-level |
+| ring           | what goes to the next rank, in p−1 messages one after another: of each σ + α + b/(p−1)·β |
 | send           | σ + α + bβ; k messages to several ranks σ + kα + bβ |
 
 Inside a node, where groups of other sizes were measured, those of next fewer and next more ranks count instead of a
@@ -98,11 +99,35 @@ def _ring_across(inside: int, near: Level, far: Level) -> Level:
 def collective_time_ns(kind: str, num_bytes: int, axis: Axis, devices_per_node: int, profile: Profile) -> int:
     """Nanoseconds of one collective along a mesh axis, while the other groups of the axis do the same.
 
-    `kind`: all_reduce, all_gather, reduce_scatter, all_to_all or send. Zero for no bytes or one rank.
+    `kind`: all_reduce, all_gather, reduce_scatter, all_to_all, exchange (an all-to-all of sizes that are known when it
+    runs), ring or send. Zero for no bytes or one rank.
     """
+    kind = "all_to_all" if kind == "exchange" else kind
     if num_bytes <= 0 or axis.size <= 1:
         return 0
+    if kind == "ring":
+        return _ring_steps_ns(num_bytes, axis, devices_per_node, profile)
     return _group_time_ns(kind, num_bytes, make_group(axis, devices_per_node, profile), devices_per_node, profile)
+
+
+def _ring_steps_ns(num_bytes: int, axis: Axis, devices_per_node: int, profile: Profile) -> int:
+    """All ranks of a ring send to the next at a time, and wait for the slowest link."""
+    steps = axis.size - 1
+    level = INSIDE if ranks_within_node(axis, devices_per_node) == axis.size else ACROSS
+    return steps * sends_time_ns(1, -(-num_bytes // steps), level, devices_per_node, profile)
+
+
+def beside_compute_ns(
+    kind: str, num_bytes: int, compute_ns: int, axis: Axis, devices_per_node: int, profile: Profile, share: float = 0.0
+) -> int:
+    """Nanoseconds that an operator takes longer for what it sends while it computes: of p equal parts all but the last
+    take as long as what is sent meanwhile, if that is more, and longer than alone as the profile says. share: of the
+    computing, that goes on meanwhile, where it is another."""
+    level = INSIDE if ranks_within_node(axis, devices_per_node) == axis.size else ACROSS
+    sent = collective_time_ns(kind, num_bytes, axis, devices_per_node, profile) * profile.beside_compute(level)
+    parts = compute_ns * (share or (axis.size - 1) / axis.size)
+    slowed = parts + sent * (1 - 1 / profile.slowdowns.get(level, 1.0))
+    return math.ceil(max(sent, slowed) - parts)
 
 
 def _group_time_ns(kind: str, num_bytes: int, group: Group, devices_per_node: int, profile: Profile) -> int:

@@ -19,6 +19,7 @@ SEGMENT_BYTES = 2 << 20  # the caching allocator asks for multiples of it
 #: what a plan may use at most: groups of ranks of data, tensor and pipeline parallelism, and one of all. Limits are
 #: found before a plan is, so they leave room for these
 MOST_COMMUNICATORS = 4
+MOST_RUNS = 2.0537  # standard deviations above which 2% of a normal distribution lie
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,14 @@ class DeviceMemory:
         segments = max(0, left) // SEGMENT_BYTES * SEGMENT_BYTES - self.workspace_bytes
         return max(0, int(segments / self.fragmentation))
 
-    def fits_probability(self, taken_bytes: int, capacity_bytes: int) -> float:
-        """How likely a device of that capacity holds what is predicted to take so much, to four digits."""
+    def needed_bytes(self, taken_bytes: int, spread: float | None = None) -> int:
+        """What 98 of 100 plans stay below that are predicted to take so much. spread: the device's, where not given."""
+        return round(taken_bytes * math.exp(MOST_RUNS * (self.spread if spread is None else spread)))
+
+    def fits_probability(self, taken_bytes: int, capacity_bytes: int, spread: float | None = None) -> float:
+        """How likely what is predicted to take so much leaves a device of that capacity out of the margin in which it
+        is slow, or out of memory: of measured runs in it half did not finish. To four digits."""
         if taken_bytes <= 0:
             return 1.0
-        room = math.log(capacity_bytes / taken_bytes) / self.spread
+        room = math.log(capacity_bytes * self.tight_share / taken_bytes) / (self.spread if spread is None else spread)
         return round(0.5 * math.erfc(-room / math.sqrt(2)), 4)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from autopar.cost.tables import Table
 from autopar.ops.table import operator
-from autopar.ops.work import EXPERTS, GROUPED, TRANSPOSED_CONVOLUTION, Product, WorkKey, attended
+from autopar.ops.work import EXPERTS, GROUPED, TRANSPOSED_CONVOLUTION, Product, WorkKey, attended, routed_rows
 
 
 class Kernel(NamedTuple):
@@ -147,12 +147,12 @@ def _product(batch: int, layout: str, m: int, n: int, k: int) -> Kernel:
 def _experts(call: WorkKey) -> list[tuple[int, float, int, int]]:
     """(experts, rows of each, features, width) of the products of routed or grouped experts; none of other calls.
 
-    Rows are taken to be spread evenly.
+    Rows are taken to be spread evenly over the experts of a rank.
     """
     kind, shapes = operator(call.op).work, call.operand_shapes
     if kind is EXPERTS:
-        rows = math.prod(shapes[1]) / int(call.detail or shapes[3][0])
-        return [(count, rows, features, width) for count, width, features in shapes[3:5]]
+        rows = routed_rows(call) / max(1, shapes[3][0])
+        return [(shape[0], rows, math.prod(shape[2:]), shape[1]) for shape in shapes[3:5]]
     if kind is GROUPED and len(shapes[0]) == 2 and len(shapes[1]) == 3:
         count, width, features = shapes[1]
         return [(count, shapes[0][0] / count, features, width)]

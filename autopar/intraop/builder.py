@@ -295,7 +295,8 @@ class _Builder:
             if not has_own_backward(node)  # it takes whole gradients, whatever others are content with
         ]
         made = [("tensor", name, name, _result_placement(position)) for position, name in enumerate(node.results)]
-        for what, matched, name, placement in (*uses, *made):
+        read = [("operands", name, name, _every_operand) for name in node.results]
+        for what, matched, name, placement in (*uses, *made, *read):
             kept, extra = self._constrain(what, (matched,), self.graph.tensors[name], options, placement)
             if kept is not options:
                 by_option = dict(zip(options, penalties, strict=True))
@@ -443,6 +444,10 @@ def _products(types: list[Type], count: int) -> list[Placement]:
 
 def _operand_placement(position: int) -> Callable[[Any, Constraint], list[Placement]]:
     return lambda option, _: [option.operands[position]]
+
+
+def _every_operand(option: Any, rule: Constraint) -> list[Placement]:
+    return list(option.operands)
 
 
 def _constrained_results(node: Node) -> Callable[[Any, Constraint], list[Placement]]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost import Profile, collective_time_ns, node_time_ns
+from autopar.cost import Profile, beside_compute_ns, collective_time_ns, node_time_ns
 from autopar.cost.compute import pointwise_time_ns
 from autopar.cost.memory import optimizer_state_bytes, saved_values, storage_root
 from autopar.cost.routes import UNREACHABLE, Routes, routes
@@ -24,7 +24,8 @@ from autopar.ir.plan import Storage
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import folded_tensors
 from autopar.ops import call_key
-from autopar.ops.communication import inner_communication
+from autopar.ops.communication import inner_communication, worked_shapes
+from autopar.ops.inner import Inner
 from autopar.ops.saved import Extra, Saved
 from autopar.selection.problem import NO_PATH_NS
 
@@ -113,8 +114,9 @@ class ProfiledCosts:
     def _pass_ns(self, node: Node, strategy: Strategy) -> tuple[int, int]:
         operands = self._shapes(node.operands, strategy.operands)
         results = self._shapes(node.results, strategy.results)
+        operands = worked_shapes(node, operands, strategy.operands, self.axes)
         forward, backward = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
-        inner, inner_back = self._inner_ns(node, strategy)
+        inner, inner_back = self._inner_ns(node, strategy, (forward, backward))
         return forward + (backward if self.train else 0) + inner + inner_back, forward + inner
 
     def _sent_ns(self, node: Node, strategy: Strategy) -> int:
@@ -133,19 +135,21 @@ class ProfiledCosts:
         """The part of a node's instances that runs again for the backward pass."""
         return self.again.of_operator(node) if self.train else 0.0
 
-    def _inner_ns(self, node: Node, strategy: Strategy) -> tuple[int, int]:
-        """What the operator communicates inside, forward and backward."""
+    def _inner_ns(self, node: Node, strategy: Strategy, computes_ns: tuple[int, int]) -> tuple[int, int]:
+        """What the operator communicates inside, forward and backward, beyond what it computes beside that."""
         sent = inner_communication(self.graph, node, strategy.operands, self.axes, self.train)
         forward, backward = (
-            sum(
-                collective_time_ns(
-                    inner.collective, inner.priced_bytes, self.axes[inner.axis], self.devices_per_node, self.profile
-                )
-                for inner in direction
-            )
-            for direction in sent
+            sum(self._one_inner_ns(inner, compute_ns) for inner in direction)
+            for direction, compute_ns in zip(sent, computes_ns, strict=True)
         )
         return forward, backward
+
+    def _one_inner_ns(self, inner: Inner, compute_ns: int) -> int:
+        kind, size, axis = inner.collective, inner.priced_bytes, self.axes[inner.axis]
+        if inner.is_beside:
+            share = inner.beside_share
+            return beside_compute_ns(kind, size, compute_ns, axis, self.devices_per_node, self.profile, share)
+        return collective_time_ns(kind, size, axis, self.devices_per_node, self.profile)
 
     def saved_bytes(self, node: Node, strategies: Strategies) -> list[int]:
         """What autograd keeps of operands and results; each storage counts at the first node that saves it."""

@@ -14,7 +14,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.placement import Type, parse_type
 from autopar.ir.schedule import SCHEDULES
 
-What = Literal["stored", "used", "output", "tensor", "input"]
+What = Literal["stored", "used", "output", "tensor", "operands", "input"]
+Context = Literal["gather", "ring", "heads"]
 Recompute = Literal["none", "selective", "block", "full"]
 
 
@@ -24,12 +25,14 @@ class Constraint:
 
     pattern: matched (fnmatch) against parameter names for "stored" and "used", against the module path, or the
     tensor's name, for "output" (all results of the operators in that module), against the name of one result in the
-    graph for "tensor", and against input names for "input".
+    graph for "tensor", and for "operands" of the operator that makes it, and against input names for "input".
     allow: types such as "S(0)", "R", "I", "P", or "S" for any dim. axis: the mesh axis by name; None means all.
     soft: prefer instead of require. zero: for "stored", the ZeRO behaviour of sharded storage (1, 2 or 3).
     min_dims: only tensors of at least that many dims. microbatches, stages: pin their
     numbers, whatever the pattern. schedule, chunks: pin those of plans of several stages, where a stage of `stages` is
     a submesh with so many chunks in turn.
+    context: pins how attention in modules of these paths runs where its sequence is split: "gather", "ring" or "heads"
+    (`template_plan`), in which case the search splits sequences however long they are, where that pays.
     recompute: pins what of the repeated blocks of these module paths is computed again: "none", "selective" (operators
     that are cheap for the memory that this frees), "block" (the attention) or "full". Then nothing of the other blocks
     is, unless further constraints say so.
@@ -47,6 +50,7 @@ class Constraint:
     stages: int | None = None
     schedule: str | None = None
     chunks: int | None = None
+    context: Context | None = None
 
     def __post_init__(self) -> None:
         given: Any = self.pattern, self.allow
@@ -64,6 +68,8 @@ class Constraint:
             raise PlanError(f"expected a ZeRO stage from 0 to 3, found {self.zero!r}")
         if self.recompute not in (None, *get_args(Recompute)):
             raise PlanError(f'expected recompute as "none", "selective", "block" or "full", found {self.recompute!r}')
+        if self.context not in (None, *get_args(Context)):
+            raise PlanError(f'expected context as "gather", "ring" or "heads", found {self.context!r}')
         if self.microbatches is not None and self.microbatches < 1:
             raise PlanError(f"expected at least one microbatch, found {self.microbatches}")
         if self.stages is not None and self.stages < 1:
@@ -135,6 +141,7 @@ _SUBJECT = {
     "used": "a parameter by its name",
     "output": "an operator by its module path or its result",
     "tensor": "an operator's result by its name",
+    "operands": "an operator by its result's name",
     "input": "an input by its name",
 }
 
@@ -146,5 +153,7 @@ def _names(what: What, graph: Graph) -> set[str]:
         return {item.name for item in graph.stored if what == "stored" or item.kind == "parameter"}
     results = {name for node in graph.nodes for name in node.results}
     return (
-        results if what == "tensor" else results | {n for node in graph.nodes for n in (node.name, node.scope.module)}
+        results
+        if what in ("tensor", "operands")
+        else results | {n for node in graph.nodes for n in (node.name, node.scope.module)}
     )

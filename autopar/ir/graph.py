@@ -24,6 +24,10 @@ DTYPE_BYTES = {
 IDENTITY = "aten.alias.default"
 
 
+#: the argument that says how tokens are expected to choose experts
+EXPECTED = "routing"
+
+
 class Ref(NamedTuple):
     """The use of a tensor as an argument."""
 
@@ -148,6 +152,11 @@ class Node:
         """The tensors it reads, in argument order, repeated where used twice."""
         return tuple(references((self.args, dict(self.kwargs)) if self.kwargs else self.args))
 
+    @property
+    def told(self) -> tuple[tuple[str, Any], ...]:
+        """The named arguments but for what is expected of values, on which nothing depends that is computed."""
+        return tuple(item for item in self.kwargs if item[0] != EXPECTED)
+
     @cached_property
     def results(self) -> tuple[str, ...]:
         return tuple(name for name in self.outputs if name is not None)
@@ -244,7 +253,7 @@ class Graph:
         for name in (*self.inputs, *(item.tensor for item in self.stored)):
             digest.update(repr(self.tensors[name]).encode())
         for node in self.nodes:
-            digest.update(repr((node.op, node.args, node.kwargs, node.outputs)).encode())
+            digest.update(repr((node.op, node.args, node.told, node.outputs)).encode())
             digest.update(repr([self.tensors[name] for name in node.results]).encode())
         digest.update(repr((self.inputs, self.outputs, self.loss)).encode())
         if self.kept_dtypes:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from itertools import combinations
+from collections.abc import Iterable, Sequence
+from itertools import combinations, pairwise
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Packing, Piece, Stored, Tensor
@@ -104,13 +104,22 @@ def _kind(dtype: str, trained: bool) -> str:
 
 def cover_fault(tensor: Tensor, boxes: Sequence[Box]) -> str | None:
     """Why slices of a parameter do not hold each of its elements once; None where they do."""
-    for one, other in combinations(boxes, 2):
+    for one, other in _neighbours(boxes):
         if all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(one, other, strict=True)):
             return f"expected each element of {tensor.name} in one place, found {_text(one)} and {_text(other)}"
     count = sum(math.prod(map(len, box)) for box in boxes)
     if count != tensor.num_elements:
         return f"expected all {tensor.num_elements} elements of {tensor.name} to be stored, found {count} of them"
     return None
+
+
+def _neighbours(boxes: Sequence[Box]) -> Iterable[tuple[Box, Box]]:
+    """Pairs of which one overlaps if any two do: of slices along one dim, those next to each other; else all."""
+    cut = {dim for box in boxes for dim, span in enumerate(box) if span != boxes[0][dim]}
+    if len(cut) > 1:
+        return combinations(boxes, 2)
+    dim = next(iter(cut), 0)
+    return pairwise(sorted(boxes, key=lambda box: box[dim].start) if cut else boxes)
 
 
 def _text(box: Box) -> str:

@@ -21,6 +21,7 @@ from autopar.ir.faults import faults_told
 from autopar.ir.mesh import MICROBATCH, LogicalMesh, Mesh
 from autopar.ir.placement import Placement
 from autopar.ir.redistribution import Step
+from autopar.ir.routing import Routing
 from autopar.ir.schedule import PLAIN
 from autopar.ir.tried import Tried
 from autopar.ir.writing import write_whole
@@ -86,8 +87,11 @@ class Prediction:
     """What the cost model says of a plan. Bytes of communication are per rank and step, by collective.
 
     Where the devices' profiles say (`autopar.odds`): step_time_interval_ns holds nine in ten steps, taken_bytes are
-    what a process takes of the fullest device, beside what is allocated, and fits_probability is how likely its
-    capacity_bytes are enough.
+    what a process takes of the fullest device, beside what is allocated, needed_bytes what 98 of 100 plans so predicted
+    stay below, and fits_probability is how likely its capacity_bytes are enough, with what the allocator needs to work.
+
+    Where experts are routed, step_time_ns is the mean over routings, step_time_p99_ns what all but one in a hundred
+    take at most in every layer; memory is that of the 99th percentile (`ops.loads`).
     """
 
     step_time_ns: int = 0
@@ -98,8 +102,10 @@ class Prediction:
     memory: Mapping[str, int] = field(default_factory=dict)  # at the peak, by kind
     step_time_interval_ns: tuple[int, int] | None = None
     taken_bytes: int | None = None
+    needed_bytes: int | None = None
     capacity_bytes: int | None = None
     fits_probability: float | None = None
+    step_time_p99_ns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -339,6 +345,7 @@ class Plan:
     precision: str | None = None
     runs: str = EAGER  # or COMPILED: what the prediction is of
     memory_limit: int = 0
+    routing: Routing | None = None  # how tokens choose experts, where it was said; balanced where not
     predicted: Prediction = Prediction()
     search: SearchReport = SearchReport()
     coverage: Mapping[str, str] = field(default_factory=dict)  # operator -> "table", "registry" or why replicated

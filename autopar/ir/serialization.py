@@ -34,6 +34,7 @@ from autopar.ir.plan import (
     Substitution,
 )
 from autopar.ir.redistribution import Step
+from autopar.ir.routing import Routing
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.tried import Tried
 
@@ -56,6 +57,7 @@ def to_json(plan: Plan) -> str:
     data.update({name: getattr(plan, name) for name in _PLAIN})
     data |= {} if plan.training else {"training": False}
     data |= {} if plan.runs == EAGER else {"runs": plan.runs}
+    data |= {} if plan.routing is None else {"routing": plan.routing.to_json()}
     data["mesh"] = plan.mesh.to_json()
     data["microbatch_inputs"] = list(plan.microbatch_inputs)
     data["recompute"] = list(plan.recompute)
@@ -140,6 +142,7 @@ def _plan(data: dict[str, Any]) -> Plan:
         **{name: data[name] for name in (*_PLAIN, *_TOLD)},
         training=data.get("training", True),
         runs=data.get("runs", EAGER),
+        routing=Routing.from_json(data["routing"]) if "routing" in data else None,
         mesh=Mesh([(name, nodes, devices) for name, nodes, devices in data["mesh"]]),
         stages=tuple(map(_stage, data["stages"])),
         microbatch_inputs=tuple(data["microbatch_inputs"]),

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from autopar.ir.placement import Axis, Placement, R, S
-from autopar.ops import saved, work
+from autopar.ops import saved, work, workspace
 from autopar.ops.call import Call
 from autopar.ops.local import LocalCall, tuple_of
 from autopar.ops.notation import AxisRule
@@ -91,7 +91,11 @@ _FUSED = Operator(work=work.ATTENTION, saved=saved.attention)
 
 ATTENTION: dict[str, Operator] = {
     "aten.scaled_dot_product_attention.default": _FUSED.by(
-        attention, saved_on_cpu=saved.attention_on_cpu, limits=(heads_error,), local=_local
+        attention,
+        saved_on_cpu=saved.attention_on_cpu,
+        limits=(heads_error,),
+        local=_local,
+        workspace=workspace.attention,
     ),
     "_scaled_dot_product_flash_attention": _FUSED,
     "_scaled_dot_product_efficient_attention": _FUSED,

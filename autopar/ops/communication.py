@@ -6,7 +6,7 @@ What a row of the table says is what the runtime's lowering of the operator does
 from __future__ import annotations
 
 from autopar.ir.graph import Graph, Node
-from autopar.ir.placement import Axis, Placement, S
+from autopar.ir.placement import Axis, Placement, S, Shape
 from autopar.ops.call import Call, call_of
 from autopar.ops.inner import Inner, Sent, split_by
 from autopar.ops.table import operator
@@ -41,3 +41,11 @@ def count_of_targets(call: Call, operands: tuple[Placement, ...]) -> list[Inner]
         return []
     size = max(4, call.tensor(2).itemsize) if call.has_tensor("weight") else 4
     return [Inner("all_reduce", axis, size) for axis in split_by(operands[0], lambda type_: type_ != S(1))]
+
+
+def worked_shapes(
+    node: Node, shapes: tuple[Shape, ...], operands: tuple[Placement, ...], axes: tuple[Axis, ...]
+) -> tuple[Shape, ...]:
+    """Shapes of the operands on one rank by which its work is counted: their own, but where ranks work for others."""
+    worked = operator(node.op).worked
+    return shapes if worked is None else worked(shapes, operands, axes)

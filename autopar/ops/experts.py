@@ -1,7 +1,10 @@
 """Routed experts as one operator: every token goes through the experts that its router chose, each a small network.
 
     y[t] = Σ_k weights[t, k] · expert(ids[t, k])(x[t])
-    expert(e)(x) = f(x @ up[e]) @ down[e]         f(h) = activation(h), or activation(h₁) · h₂ of the halves of h
+    expert(e)(x) = f(x @ up[e] + up_bias[e]) @ down[e] + down_bias[e]
+
+f is elementwise, or of two parts of the hidden values, which are halves, or even and odd columns
+(`runtime.lowering.activations`). There, `up` has a dim for the parts, so that the hidden values can be split.
 
 Models write this as sort, gather, grouped products and the way back (see `trace.routing`). Sorted rows belong to no
 slice of the tokens, so those operators have no rules one by one; together they treat each token by itself.
@@ -9,50 +12,291 @@ slice of the tokens, so those operators have no rules one by one; together they 
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
-from autopar.ir.placement import S
+from autopar.errors import PlanError
+from autopar.ir.graph import EXPECTED, Graph, Node
+from autopar.ir.placement import Axis, Placement, R, S, Shape, local_shape
+from autopar.ir.routing import BALANCED, HISTOGRAM, Routing
 from autopar.ops import saved, work
-from autopar.ops.call import Call
+from autopar.ops.call import Call, argument
+from autopar.ops.inner import Inner, Sent, split_by
+from autopar.ops.loads import busiest
 from autopar.ops.local import LocalCall, tuple_of
 from autopar.ops.notation import AxisRule, einsum_rules
 from autopar.ops.operator import Operator
-from autopar.runtime.lowering.experts import activated
+from autopar.ops.workspace import RuntimeMemory, Sizes
+from autopar.runtime.lowering.activations import activated
 
 ROUTED_EXPERTS = "autopar.routed_experts.default"
+POSITIONS = "expert_positions"
+"""What a constant is named that says where each expert is placed."""
+MOST_CHUNKS = 8
+"""In which tokens are exchanged: more are not worth their starts."""
 
 _LIBRARY: Any = torch.library.Library("autopar", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "routed_experts(Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor down, str activation, bool gated, "
-    "int num_experts) -> Tensor"
+    "int num_experts, Tensor? up_bias=None, Tensor? down_bias=None, *, bool paired=False, int chunks=1, "
+    "str routing='') -> Tensor"
 )
 
 
 def _routed_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor,
-    activation: str, gated: bool, num_experts: int,
+    activation: str, gated: bool, num_experts: int, up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None, *, paired: bool = False, chunks: int = 1, routing: str = "",
 ) -> torch.Tensor:  # fmt: skip
-    """The formula above, a matrix for each token and choice: simple, and large; programs call the runtime's."""
-    hidden = activated(torch.einsum("td,tkdn->tkn", x, up[ids]), activation, gated)
-    return (torch.einsum("tkh,tkhm->tkm", hidden, down[ids]) * weights.unsqueeze(-1)).sum(1)
+    """The formula above, a matrix for each token and choice: simple, and large; programs call the runtime's.
+
+    routing: how tokens are expected to choose, as `Routing.text` has it; what is computed does not depend on it.
+    """
+    hidden = torch.einsum("td,tkdn->tkn", x, up.flatten(2)[ids])
+    hidden = hidden if up_bias is None else hidden + up_bias.flatten(1)[ids]
+    hidden = activated(hidden.flatten(0, 1), activation, gated, paired).view(*ids.shape, -1)
+    made = torch.einsum("tkh,tkhm->tkm", hidden, down[ids])
+    made = made if down_bias is None else made + down_bias[ids]
+    return (made * weights.unsqueeze(-1)).sum(1)
 
 
 _LIBRARY.impl("routed_experts", _routed_experts, "CompositeImplicitAutograd")
 
 
 def routed_experts(call: Call) -> list[AxisRule]:
-    """Tokens; experts, whose ranks each add what their own experts make; columns of the result."""
-    text = "t D, t K, t K, e D N, e H m -> t m"
-    return einsum_rules(text, call.operand_shapes, call.result_shapes, "RRPRR RRRRP")
+    """Tokens; experts, whose ranks each add what their own experts make; both, where choices are exchanged; hidden
+    values; columns of the result."""
+    hidden = _hidden_letters(call)
+    operands = ["t D", "t K", "t K", f"e D {hidden}", f"e {'h' if 'h' in hidden else 'H'} m"]
+    operands += [f"e {hidden}"] * call.has_tensor("up_bias") + ["e m"] * call.has_tensor("down_bias")
+    words = [word + "R" * call.has_tensor("up_bias") for word in ("RRPRR", "RRRRP")]
+    words = [words[0] + "R", words[1] + "P"] if call.has_tensor("down_bias") else words
+    added = (len(operands) - 1,) if call.has_tensor("down_bias") else ()
+    text = f"{', '.join(operands)} -> t m"
+    rules = einsum_rules(text, call.operand_shapes, call.result_shapes, " ".join(words), added)
+    return [*rules, *_exchange(call)]
+
+
+def _hidden_letters(call: Call) -> str:
+    """How the hidden values lie in `up`: "h" may be split, and is the same in `down`."""
+    if not call.arguments["gated"]:
+        return "h"
+    if len(call.shape(3)) == 3:
+        return "N"
+    return "h G" if call.arguments["paired"] else "G h"
+
+
+def _exchange(call: Call) -> list[AxisRule]:
+    """Every rank has its tokens and its experts. Tokens without a gradient get none back: then experts have none."""
+    count = len(call.node.operands)
+    wanted = {call.tensor(position).differentiable for position in range(count) if position not in (1, 2)}
+    is_uniform = call.tensor(0).differentiable or not any(wanted)
+    long_enough = call.shape(0)[0] > 1 and call.shape(3)[0] > 1
+    return [AxisRule((S(0),) * count, (S(0),))] if long_enough and is_uniform else []
+
+
+# Exchanges ----------------------------------------
+
+
+class Exchanged(NamedTuple):
+    """Rows, one for each choice of a token: those that a rank sends to the experts, that come to the busiest rank in
+    the mean, and that come to it at the 99th percentile."""
+
+    sent: int
+    mean: int
+    most: int
+
+
+def exchanged_rows(tokens: int, choices: int, num_experts: int, ranks: int, routing: str = "") -> Exchanged:
+    """What ranks exchange that have so many tokens each, and share the experts. routing: as an operator says it."""
+    load = busiest(Routing.parse(routing), tokens * ranks, choices, num_experts, ranks)
+    return Exchanged(tokens * choices, math.ceil(load.mean), load.most)
+
+
+def exchanged_over(operands: tuple[Placement, ...]) -> list[int]:
+    """The axes, by position, over which tokens are exchanged."""
+    return [axis for axis in split_by(operands[3], lambda type_: type_ == S(0)) if operands[0][axis] == S(0)]
+
+
+def _split_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
+    """Experts are parameters, cut evenly."""
+    over = [axes[position] for position in split_by(operands[3], lambda type_: type_ == S(0))]
+    shared = [axis.name for axis in over if axis.shares]
+    return f"experts are split in shares over axis {shared[0]}" if shared else None
+
+
+def _inside(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> Sent:
+    """Counts; then rows to the experts and back, over each axis, in chunks; their gradients the same ways."""
+    over = [position for position in exchanged_over(operands) if axes[position].size > 1]
+    if not over:
+        return [], []
+    chunks = int(call.arguments["chunks"])
+    rows = _rows(call, operands, axes)
+    (_, width), result = (local_shape(shape, types, axes) for shape, types in _ends(call, operands))
+    numbers = _counted(call, operands, axes) * chunks * 8
+    counts = [Inner("all_to_all", axis, numbers) for axis in reversed(over)]
+    there = [_legs(rows, width * call.tensor(0).itemsize, axis, chunks) for axis in reversed(over)]
+    back = [_legs(rows, result[1] * _made_itemsize(call), axis, chunks) for axis in over]
+    moved = [leg for legs in (*there[:-1], _beside(there[-1], back[0]), *back[1:]) for leg in legs]
+    return [*counts, *moved], moved
+
+
+def _legs(rows: Exchanged, row_bytes: int, axis: int, chunks: int) -> list[Inner]:
+    """One exchange a chunk."""
+    return [
+        Inner("exchange", axis, -(-rows.sent // chunks) * row_bytes, -(-rows.mean // chunks) * row_bytes)
+        for _ in range(chunks)
+    ]
+
+
+def _beside(there: list[Inner], back: list[Inner]) -> list[Inner]:
+    """Of the last way there and the first way back: the first chunk and the last way home are waited for; while a chunk
+    is computed, the next one comes and the one before goes home."""
+    share = 1 / len(there)
+    return [
+        there[0],
+        *(
+            come._replace(
+                num_bytes=come.num_bytes + go.num_bytes, busiest_bytes=come.busiest_bytes + go.busiest_bytes,
+                is_beside=True, beside_share=share,
+            )
+            for come, go in zip(there[1:], back, strict=False)
+        ),
+        back[-1],
+    ]  # fmt: skip
+
+
+def _ends(call: Call, operands: tuple[Placement, ...]) -> list[tuple[Shape, Placement]]:
+    """Shapes and placements of a token, and of what comes back of it: as wide as `down` makes it."""
+    tokens, down = call.shape(0), call.shape(4)
+    width = tuple(S(1) if type_ == S(2) else R for type_ in operands[4])
+    return [(tokens, operands[0]), ((tokens[0], down[2]), width)]
+
+
+def _made_itemsize(call: Call) -> int:
+    return call.tensor(4).itemsize
+
+
+def _rows(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> Exchanged:
+    over = exchanged_over(operands)
+    tokens, choices = local_shape(call.shape(1), operands[1], axes)
+    ranks = math.prod(axes[position].size for position in over)
+    return exchanged_rows(tokens, choices, call.arguments["num_experts"], ranks, call.arguments[EXPECTED])
+
+
+def _counted(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> int:
+    """The numbers of choices that a rank sends along each axis: one for each expert that they may go to."""
+    experts, ranks = int(call.arguments["num_experts"]), 1
+    for position in split_by(operands[3], lambda type_: type_ == S(0)):
+        experts = -(-experts // axes[position].size)
+        ranks *= axes[position].size if operands[0][position] == S(0) else 1
+    return experts * ranks
+
+
+def worked_shapes(
+    shapes: tuple[Shape, ...], operands: tuple[Placement, ...], axes: tuple[Axis, ...]
+) -> tuple[Shape, ...]:
+    """Local shapes of the operands where choices are as many as all ranks have together that exchange them, of which
+    each does its share."""
+    ranks = math.prod(axes[position].size for position in exchanged_over(operands))
+    tokens, choices = shapes[1]
+    return (shapes[0], (tokens * ranks, choices), *shapes[2:])
+
+
+def _memory(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory:
+    """Of each choice that comes: its row, hidden values before and after the activation; of each that was sent, what
+    came of it, and its weight; the experts. Rows lie once more, in another order, while they are sent or arrive."""
+    (tokens, width), (_, choices), _, up, down = sizes.operands[:5]
+    experts = int(argument(node, 7, "num_experts", 1))
+    ranks = max(1, round(experts / max(1, up[0]))) if exchanged_over(operands) else 1
+    rows = exchanged_rows(tokens, choices, experts, ranks, dict(node.kwargs).get(EXPECTED, ""))
+    hidden, gated = math.prod(up[2:]), down[1]
+    steps = 2 + str(node.args[5]).count("=")
+    numbers = 8 * (6 * rows.most + 8 * rows.sent)
+    arrived = rows.most * (width + hidden + steps * gated) * sizes.itemsize
+    home = rows.sent * (down[2] + 1) * sizes.itemsize
+    passing = (rows.most * (2 * max(width, down[2]) + hidden) + 3 * rows.sent * max(width, down[2])) * sizes.itemsize
+    return RuntimeMemory(
+        arrived + home + numbers,
+        (passing + numbers, passing + rows.most * 2 * hidden * sizes.itemsize),
+        keeps=(3, 4),
+    )
 
 
 def _local(local: LocalCall) -> str:
     """The runtime's function always: the operator is autopar's own."""
+    arguments = local.call.arguments
     axes = local.axes_where(3, lambda type_: type_ == S(0))
-    options = [repr(local.call.arguments[key]) for key in ("activation", "gated", "num_experts")]
-    return f"rt.routed_experts({', '.join([*local.names, *options, tuple_of(axes)])})"
+    both = local.axes_where(0, lambda type_: type_ == S(0))
+    sizes = {axis.name: axis.size for axis in local.axes}
+    exchanged = [axis for axis in axes if axis in both and sizes[axis] > 1]
+    told = [repr(arguments[key]) for key in ("activation", "gated", "num_experts")]
+    named = {name: local.variable(name) for name in ("up_bias", "down_bias") if local.call.has_tensor(name)}
+    named |= {"paired": "True"} if arguments["paired"] else {}
+    named |= {"exchanged": tuple_of(exchanged)} if exchanged else {}
+    named |= {"chunks": str(arguments["chunks"])} if exchanged and arguments["chunks"] > 1 else {}
+    options = [f"{name}={value}" for name, value in named.items()]
+    return f"rt.routed_experts({', '.join([*local.names[:5], *told, tuple_of(axes), *options])})"
+
+
+# How tokens choose experts ----------------------------------------
+
+
+def with_routing(graph: Graph, routing: Routing | None) -> Graph:
+    """The graph whose routed experts say how tokens choose them, each with the counts of all layers that are like it,
+    so that equal layers stay equal. Raises PlanError where a histogram does not fit the model."""
+    if routing is None:
+        return graph
+    layers = [node for node in graph.nodes if node.op == ROUTED_EXPERTS]
+    sizes = {node.args[7] for node in layers}
+    if not layers and routing.kind != BALANCED:
+        raise PlanError(
+            f"expected a model with routed experts that are known as such, for {routing}, found none in "
+            f"{graph.model_name}; leave routing out"
+        )
+    texts = {n: _over(graph, routing, [node for node in layers if node.args[7] == n]).text for n in sizes}
+    nodes = (_told(node, texts[node.args[7]]) if node.op == ROUTED_EXPERTS else node for node in graph.nodes)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _told(node: Node, routing: str) -> Node:
+    return replace(node, kwargs=tuple({**dict(node.kwargs), EXPECTED: routing}.items()))
+
+
+def _over(graph: Graph, routing: Routing, layers: Sequence[Node]) -> Routing:
+    """The routing of layers with as many experts each, in the order in which these are placed."""
+    if routing.kind != HISTOGRAM:
+        return routing
+    return replace(
+        routing,
+        counts=tuple((node.scope.module, _by_position(graph, node, counts_of(routing, node))) for node in layers),
+    )
+
+
+def _by_position(graph: Graph, layer: Node, counts: tuple[float, ...]) -> tuple[float, ...]:
+    """The counts of the experts as they are placed (`substitute.placing`)."""
+    lookup = graph.producers.get(layer.args[1].tensor)
+    table = graph.stored_by_tensor.get(lookup.operands[0]) if lookup is not None and lookup.operands else None
+    if table is None or table.kind != "constant" or POSITIONS not in table.name:
+        return counts
+    positions = graph.values[table.tensor].tolist()
+    return tuple(counts[expert] for expert in sorted(range(len(counts)), key=positions.__getitem__))
+
+
+def counts_of(routing: Routing, layer: Node) -> tuple[float, ...]:
+    """Of one layer, by expert of the model. Raises PlanError."""
+    found, path, num_experts = routing.of_layer(layer.scope.module), layer.scope.module, layer.args[7]
+    if found is None:
+        known = ", ".join(itertools.islice(routing.layers, 4))
+        raise PlanError(f"expected counts for the experts of {path!r} {layer.source}, found those of {known}")
+    if len(found) != num_experts:
+        raise PlanError(f"expected counts of {num_experts} experts for {path!r} {layer.source}, found {len(found)}")
+    return found
 
 
 def _grouped_mm_local(local: LocalCall) -> str:
@@ -62,10 +306,11 @@ def _grouped_mm_local(local: LocalCall) -> str:
 
 EXPERTS: dict[str, Operator] = {
     ROUTED_EXPERTS: Operator(
-        routed_experts, work=work.EXPERTS, saved=saved.routed_experts, local=_local, needs_elements=True
+        routed_experts, work=work.EXPERTS, saved=saved.routed_experts, lowered=_memory, limits=(_split_error,),
+        inside=_inside, local=_local, needs_elements=True, worked=worked_shapes,
     ),
     "transformers.grouped_mm_fallback.default": Operator(
         work=work.GROUPED, saved=saved.matrices, local=_grouped_mm_local
     ),
     "_grouped_mm": Operator(work=work.GROUPED),
-}
+}  # fmt: skip

@@ -16,7 +16,9 @@ from autopar.ops.call import Call
 class Inner(NamedTuple):
     """One collective inside an operator, on a mesh axis (by position): the bytes of rank 0, and of the busiest one.
 
-    is_early: it starts at the top of forward, long before the operator that awaits it, and stops no rank.
+    is_early: it starts at the top of forward, long before the operator that awaits it, and stops no rank. is_beside: it
+    is under way in as many messages as the axis has steps, while the operator computes on what came before; or at once,
+    while it computes such a share of all.
     """
 
     collective: str
@@ -24,6 +26,8 @@ class Inner(NamedTuple):
     num_bytes: int
     busiest_bytes: int = 0
     is_early: bool = False
+    is_beside: bool = False
+    beside_share: float = 0.0
 
     @property
     def priced_bytes(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from autopar.ir.placement import Axis, Placement
+from autopar.ir.placement import Axis, Placement, Shape
 from autopar.ops import saved, work
 from autopar.ops.call import Call
 from autopar.ops.inner import SendRule
@@ -22,6 +22,13 @@ from autopar.ops.workspace import LoweredRule, WorkspaceRule
 
 Limit = Callable[[Call, tuple[Placement, ...], tuple[Axis, ...]], str | None]
 """Why local shapes forbid placements of the operands that follow the rule on each axis, or None."""
+
+Mixing = Callable[[Call, tuple[Placement, ...], tuple[Axis, ...]], bool]
+"""Whether a slice of the result depends on more than the slices of the operands, with operands so placed."""
+
+
+WorkedRule = Callable[[tuple[Shape, ...], tuple[Placement, ...], tuple[Axis, ...]], tuple[Shape, ...]]
+"""Of local shapes of the operands, by where these lie."""
 
 
 class Groups(NamedTuple):
@@ -47,6 +54,7 @@ class Operator:
     saved_on_cpu: SaveRule | None = None  # where CPUs have no fused kernel
     workspace: WorkspaceRule | None = None  # memory that it takes for a while
     lowered: LoweredRule | None = None  # both, where the runtime has a function for it
+    worked: WorkedRule | None = None  # shapes by which its work is counted, where ranks do some of each other's
     is_view: bool = False  # its results share the memory of the first operand
     passes: PassRule | None = None  # which operands' gradients are the result's own
 
@@ -61,7 +69,7 @@ class Operator:
 
     # Samples
     counts_samples: Callable[[Call], bool] | None = None  # it divides by a number of samples, which all ranks count
-    mixes_samples: Callable[[Call], bool] | None = None  # the result of a sample depends on the other samples
+    mixes_samples: Mixing | None = None  # microbatches cannot run it so, though nothing is sent inside
 
     def by(self, rule: RuleFunction | None = None, **others: Any) -> Operator:
         """A row of this kind with the rule of an operator, and what else is its own."""
@@ -69,4 +77,7 @@ class Operator:
 
     def of_other_overloads(self) -> Operator:
         """What holds of an operator's other overloads: all but what speaks of arguments that these need not have."""
-        return replace(self, rule=None, linear="", limits=(), inside=None, local=None, groups=None, counts_samples=None)
+        return replace(
+            self, rule=None, linear="", limits=(), inside=None, local=None, groups=None, counts_samples=None,
+            mixes_samples=None,
+        )  # fmt: skip

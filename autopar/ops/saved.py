@@ -195,6 +195,22 @@ def attention_on_cpu(node: Node, graph: Graph) -> list[Saved]:
     return kept
 
 
+def context_attention(node: Node, graph: Graph) -> list[Saved]:
+    """As attention; in a ring, a mask as it is, and two numbers of each query under it: the greatest of its scores, and
+    what their exponentials are together."""
+    if not dict(node.kwargs).get("ring"):
+        return attention(node, graph)
+    query = graph.tensors[node.operands[0]]
+    each = 4 if len(node.operands) == 3 else 2 * max(4, query.itemsize)
+    return [*node.operands, *node.results[:1], Extra(query.name, tuple(range(len(query.shape) - 1)), each)]
+
+
+def context_attention_on_cpu(node: Node, graph: Graph) -> list[Saved]:
+    """The same, but where a mask outside of a ring gets a gradient."""
+    is_ring = dict(node.kwargs).get("ring")
+    return context_attention(node, graph) if is_ring else attention_on_cpu(node, graph)
+
+
 def cross_entropy(node: Node, graph: Graph) -> list[Saved]:
     """Log-probabilities, as large as the logits, the targets, and how many of them count."""
     logits = graph.tensors[node.operands[0]]
@@ -203,8 +219,8 @@ def cross_entropy(node: Node, graph: Graph) -> list[Saved]:
 
 def routed_experts(node: Node, graph: Graph) -> list[Saved]:
     """Operands, and for each choice of a token its row, the hidden values before and after activation, its result."""
-    x, ids, _, up, down = (graph.tensors[name] for name in node.operands)
-    a_choice = x.shape[1] + up.shape[2] + 2 * down.shape[1] + down.shape[2]
+    x, ids, _, up, down = (graph.tensors[name] for name in node.operands[:5])
+    a_choice = x.shape[1] + math.prod(up.shape[2:]) + 2 * down.shape[1] + down.shape[2]
     return [*node.operands, Extra(x.name, (0,), ids.shape[1] * a_choice * x.itemsize)]
 
 

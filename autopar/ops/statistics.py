@@ -161,9 +161,8 @@ def _weight_norm_local(local: LocalCall) -> str | None:
 _LAYER_NORM = Operator(work=work.NORMALIZATION, saved=saved.row_normalization)
 _GROUP_NORM = Operator(work=work.NORMALIZATION, needs_elements=True, cuts_samples_alone=True)
 _BATCH_NORM = Operator(
-    work=work.BATCH_NORM, saved=saved.batch_normalization, workspace=workspace.batch_norm, needs_elements=True,
-    mixes_samples=_uses_batch,
-)  # fmt: skip
+    work=work.BATCH_NORM, saved=saved.batch_normalization, workspace=workspace.batch_norm, needs_elements=True
+)
 _IN_TRAINING = _BATCH_NORM.by(batch_norm, inside=_batch_norm_inside, local=_batch_norm_local, passes_when_split=(6, 8))
 
 STATISTICS: dict[str, Operator] = {

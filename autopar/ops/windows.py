@@ -180,10 +180,10 @@ def halos(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> list[Halo]:
     return found
 
 
-def _pads_split_dim(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> bool:
+def _pads_split_dim(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> bool:
     """Whether a split dim has padding, which only the outer ranks add."""
     pairs = zip(spatial_dims(call), windows(call), strict=True)
-    return any(window.padding and num_shards(operand, dim, axes) > 1 for dim, window in pairs)
+    return any(window.padding and num_shards(operands[0], dim, axes) > 1 for dim, window in pairs)
 
 
 def _halo(window: Window, axis: int, dim: int, size: int, parts: int) -> Halo | None:
@@ -227,7 +227,7 @@ def _exchange(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...
 def _splits(local: LocalCall) -> str | None:
     """The split spatial dims with their axes and whole lengths; None where the operator itself runs on the shards."""
     call, placement = local.call, local.placements[0]
-    if not halos(call, placement, local.axes) and not _pads_split_dim(call, placement, local.axes):
+    if not halos(call, placement, local.axes) and not _pads_split_dim(call, local.placements, local.axes):
         return None
     found = []
     for dim in spatial_dims(call):
@@ -271,13 +271,17 @@ _OF_IMAGES = Operator(needs_elements=True, cuts_samples_alone=True)
 _PRODUCT = _OF_IMAGES.by(saved=saved.matrices, limits=(_groups_error,), groups=Groups("groups", _channel))
 _CONVOLUTION = _PRODUCT.by(
     convolution, work=work.CONVOLUTION, workspace=workspace.convolution, inside=_exchange, local=_convolution_local,
-    limits=(_groups_error, _windows_error),
+    limits=(_groups_error, _windows_error), mixes_samples=_pads_split_dim,
 )  # fmt: skip
 _TRANSPOSED = _PRODUCT.by(transposed_convolution, work=work.TRANSPOSED_CONVOLUTION)
 _MAX = _OF_IMAGES.by(work=work.MAX_POOL, saved=saved.pooled)
-_MAX_POOL = _MAX.by(max_pool, inside=_exchange, local=_max_pool_local, limits=(_windows_error,))
+_MAX_POOL = _MAX.by(
+    max_pool, inside=_exchange, local=_max_pool_local, limits=(_windows_error,), mixes_samples=_pads_split_dim
+)
 _MEAN = _OF_IMAGES.by(work=work.AVG_POOL, saved=saved.operand)
-_AVG_POOL = _MEAN.by(avg_pool, inside=_exchange, local=_avg_pool_local, limits=(_windows_error,))
+_AVG_POOL = _MEAN.by(
+    avg_pool, inside=_exchange, local=_avg_pool_local, limits=(_windows_error,), mixes_samples=_pads_split_dim
+)
 _ADAPTIVE_AVG_POOL = _MEAN.by(adaptive_avg_pool, work=work.ADAPTIVE_AVG_POOL, local=_adaptive_avg_pool_local)
 _OTHER_POOLS = """
     _adaptive_avg_pool2d _adaptive_avg_pool3d fractional_max_pool2d fractional_max_pool3d max_pool1d_with_indices

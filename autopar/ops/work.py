@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-from autopar.ir.graph import Node
+from autopar.ir.graph import EXPECTED, Node
 from autopar.ir.placement import Shape
+from autopar.ir.routing import Routing
 from autopar.ops.call import argument, base_name
+from autopar.ops.loads import busiest
 
 
 class WorkKey(NamedTuple):
@@ -367,10 +370,24 @@ def _nothing(call: WorkKey) -> int:
 
 
 def _experts_flops(call: WorkKey) -> int:
-    """Each token's choices go through two products each; a slice of the experts gets its share of the choices."""
-    ids, up, down = call.operand_shapes[1], call.operand_shapes[3], call.operand_shapes[4]
-    share = up[0] / int(call.detail or up[0])
-    return int(2 * math.prod(ids) * (up[1] * up[2] + down[1] * down[2]) * share)
+    """Each row goes through two products."""
+    up, down = call.operand_shapes[3:5]
+    return int(2 * routed_rows(call) * (math.prod(up[1:]) + math.prod(down[1:])))
+
+
+def routed_rows(call: WorkKey) -> float:
+    """Rows (a token's choice each) of the rank with the most of them, in the mean: the others wait for it."""
+    (tokens, choices), held = call.operand_shapes[1], call.operand_shapes[3][0]
+    num_experts, routing = routed(call.detail)
+    num_experts = num_experts or held
+    return busiest(routing, tokens, choices, num_experts, -(-num_experts // max(1, held))).mean
+
+
+@lru_cache(maxsize=64)
+def routed(detail: str) -> tuple[int, Routing]:
+    """The number of experts, 0 where it is not said, and how tokens choose them, of what `_num_experts` says."""
+    number, _, routing = detail.partition(" ")
+    return int(number or 0), Routing.parse(routing)
 
 
 def _experts_gradient(call: WorkKey) -> Work:
@@ -379,7 +396,13 @@ def _experts_gradient(call: WorkKey) -> Work:
 
 
 def _num_experts(node: Node) -> str:
-    return str(node.args[-1])
+    return _with_routing(int(argument(node, 7, "num_experts", 0)), dict(node.kwargs).get(EXPECTED, ""))
+
+
+@lru_cache(maxsize=64)
+def _with_routing(num_experts: int, routing: str) -> str:
+    """The same object each time, for it may be long, and is a part of keys."""
+    return f"{num_experts} {routing}".strip()
 
 
 VIEW = WorkKind("view")

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from autopar.ir.graph import Node
 from autopar.ir.placement import Placement, S, Shape
 from autopar.ops.call import argument
+from autopar.runtime.lowering.parts import SCORES_AT_ONCE
 
 
 class Sizes(NamedTuple):
@@ -48,10 +49,12 @@ WorkspaceRule = Callable[[Sizes], Workspace]
 
 class RuntimeMemory(NamedTuple):
     """Of a function of the runtime that runs in the place of an operator: bytes that autograd keeps of it, instead of
-    what it keeps of that (None: the same), and what it takes for a while."""
+    what it keeps of that (None: the same), and what it takes for a while. keeps: the operands that it keeps themselves.
+    """
 
     saved_bytes: int | None
     workspace: Workspace
+    keeps: tuple[int, ...] = ()
 
 
 LoweredRule = Callable[[Node, Sizes, tuple[Placement, ...]], RuntimeMemory | None]
@@ -101,21 +104,52 @@ def split_lookup(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> R
     return RuntimeMemory(count * (INDEX_BYTES + 1 + has_padding), (count * INDEX_BYTES + sizes.result, sizes.result))
 
 
+def attention(sizes: Sizes) -> Workspace:
+    """CPUs compute scores of so many queries and up to 512 keys at a time, and backward their gradients, too, on each
+    thread: one here (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp)."""
+    if sizes.device_type != "cpu":
+        return 0, 0
+    query, width = sizes.operands[0], max(4, sizes.itemsize)
+    rows = min(query[-2], next(count for least, count in ((768, 256), (192, 64), (0, 32)) if query[-2] >= least))
+    scores = rows * min(512, sizes.operands[1][-2])
+    return width * (scores + rows * (2 + query[-1])), width * (2 * scores + rows)
+
+
 def context_attention(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory | None:
     """Where keys are split: those of all ranks, and their values, for each query head, once more while they arrive; two
     results that are merged in float32; queries and results on their way. Backward, all of their gradients, too."""
-    seq = len(sizes.operands[0]) - 2
+    seq, options = len(sizes.operands[0]) - 2, dict(node.kwargs)
+    if options.get("ring") and (S(seq) in operands[1] or len(sizes.operands) > 3):
+        return RuntimeMemory(None, _ring(sizes, seq))
     if S(seq) not in operands[1]:
         return None
-    length, width = dict(node.kwargs)["length"], max(4, sizes.itemsize)
+    length, width = options["length"], max(4, sizes.itemsize)
     parts = [sizes.operand(position) * length // max(1, sizes.operands[position][seq]) for position in (1, 2)]
     group = sizes.operands[0][seq - 1] // max(1, sizes.operands[1][seq - 1])
     whole, result = sum(parts), math.prod(sizes.results[0]) * width
     each = whole * (group + (group > 1))
-    forward = each + max(parts) + 4 * result + 2 * sizes.operand(0)
-    return RuntimeMemory(
-        None, (forward, each + 2 * whole * group + max(parts) + 6 * max(sizes.operand(0), sizes.result))
-    )
+    kernel = attention(sizes)
+    forward = each + max(parts) + 4 * result + 2 * sizes.operand(0) + kernel[0]
+    backward = each + 2 * whole * group + max(parts) + 6 * max(sizes.operand(0), sizes.result) + kernel[1]
+    return RuntimeMemory(None, (forward, backward))
+
+
+def _ring(sizes: Sizes, seq: int) -> Workspace:
+    """Keys and values that are sent away, two blocks on their way, a head of one for each query head; results and
+    queries as above; under a mask scores of as many pairs as are made at once, four times. Backward, gradients of three
+    blocks: made for each query head, added up, and on their way."""
+    block, width = sizes.operand(1) + sizes.operand(2), max(4, sizes.itemsize)
+    group = sizes.operands[0][seq - 1] // max(1, sizes.operands[1][seq - 1])
+    heads = block * group * (group > 1)
+    result, query = (math.prod(shape) * width for shape in (sizes.results[0], sizes.operands[0]))
+    scores = 0
+    if len(sizes.operands) > 3:
+        row = math.prod(sizes.operands[0][:seq]) * sizes.operands[1][seq]
+        scores = 4 * width * min(sizes.operands[0][seq] * row, max(row, SCORES_AT_ONCE))
+        heads += 2 * block * group * width // sizes.itemsize
+    kernel = attention(sizes)
+    forward = 4 * block + heads + 4 * result + 2 * sizes.operand(0) + scores + kernel[0]
+    return forward, 7 * block + heads + 2 * block * group + 6 * max(query, result) + scores + kernel[1]
 
 
 def rms_norm(sizes: Sizes) -> Workspace:

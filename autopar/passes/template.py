@@ -33,14 +33,21 @@ def template(front: Front, context: Context) -> Iterator[Candidate]:
 
 def contexts(front: Front, context: Context) -> Iterator[Candidate]:
     """Templates whose sequences are split, where they are long, of the graph that says where they may be."""
-    if front.round > 1 or not _is_open(context.request) or longest_sequence(front.given.graph) < LONG_SEQUENCE:
+    pinned = sorted({rule.context for rule in context.request.constraints if rule.context is not None})
+    given = front.given.graph
+    if front.round > 1 or not _is_open(context.request) or not (pinned or longest_sequence(given) >= LONG_SEQUENCE):
         return
     best = front.best_of(front.given)
-    graph, steps = for_sequences(front.given.graph)
-    asked = Candidate(GraphCandidate(graph, steps, 0))
-    rows, found = faster_templates(graph, None if best is None else best.plan, context.request, contexts=True)
-    context.rows += rows
-    yield from (of_plan(asked, *one) for one in found)
+    plan = None if best is None else best.plan
+    looks: list[tuple[str, ...]] = [(way,) for way in pinned] or [("gather", "heads"), ("ring",)]
+    for ways in looks:
+        graph, steps = (given, ()) if pinned else for_sequences(given, ring="ring" in ways)
+        asked = Candidate(GraphCandidate(graph, steps, 0))
+        rows, found = faster_templates(graph, plan, context.request, ways)
+        context.rows += rows
+        for one in found:
+            plan = one[1] if plan is None or one[1].predicted.step_time_ns < plan.predicted.step_time_ns else plan
+            yield of_plan(asked, *one)
 
 
 def _faster(front: Front, context: Context, plan: Plan | None) -> Iterator[Candidate]:

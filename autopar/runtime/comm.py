@@ -5,7 +5,9 @@ Bytes of a collective (those of one rank's largest buffer):
     all_gather      the whole output, n × the shard
     reduce_scatter  the whole input, n × the shard
     all_to_all      the local buffer
+    exchange        the local buffer, of an all-to-all whose sizes are known when it runs
     broadcast       the buffer
+    ring            what goes to the next rank of the axis
 Buffers include the padding that uneven dims need: ceil(size / n) × n elements along the dim that is cut. A
 tensor's bytes do not depend on which bucket it travels in.
 
@@ -264,6 +266,38 @@ def exchange(output: Tensor, received: list[int], buffer: Tensor, sent: list[int
     _count("all_to_all", axis, buffer)
     with explained("all_to_all", axis, buffer.nbytes):
         dist.all_to_all_single(output, buffer, received, sent, group=axis.group)
+
+
+def start_pass_on(output: Tensor, buffer: Tensor, axis: Axis) -> Wait:
+    """Starts to send a buffer to the next rank of the axis, and to receive that of the rank before (both flat); they
+    stay as they are until the returned function was called. Nothing is sent of an empty one."""
+    _count("ring", axis, buffer)
+    group = axis.group
+    assert group is not None, "an axis of one rank has no ring"
+    peers = [dist.get_global_rank(group, (axis.index + step) % axis.size) for step in (1, -1)]
+    ways = ((dist.isend, buffer, peers[0]), (dist.irecv, output, peers[1]))
+    started = [dist.P2POp(start, x, peer, group) for start, x, peer in ways if x.numel()]
+    with explained("ring", axis, buffer.nbytes):
+        works = dist.batch_isend_irecv(started) if started else []
+
+    def wait() -> None:
+        with explained("ring", axis, buffer.nbytes):
+            for work in works:
+                work.wait()
+
+    return wait
+
+
+def start_exchange(output: Tensor, received: list[int], buffer: Tensor, sent: list[int], axis: Axis) -> Wait:
+    """Starts an exchange whose sizes no plan knows; `output` may be read once the returned function was called."""
+    _count("exchange", axis, buffer)
+    group = axis.group
+    return _start(
+        "exchange",
+        axis,
+        buffer,
+        lambda: dist.all_to_all_single(output, buffer, received, sent, group=group, async_op=True),
+    )
 
 
 def _sum_parts(output: Tensor, parts: Tensor) -> None:

@@ -25,6 +25,7 @@ def plan_data(plan: Plan, name: str, timeline: Mapping[str, Any] | None) -> Data
         "mode": plan.mode,
         "optimizer": plan.optimizer,
         "precision": plan.precision or "",
+        "routing": "" if plan.routing is None else str(plan.routing),
         "microbatches": plan.microbatches,
         "schedule": plan.schedule if len(plan.stages) > 1 else "",
         "memory_limit": plan.memory_limit,

@@ -14,7 +14,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from autopar.cost import Profile, collective_time_ns, waits_along
+from autopar.cost import Profile, beside_compute_ns, collective_time_ns, waits_along
 from autopar.cost.compute import (
     copy_time_ns,
     node_issue_ns,
@@ -50,7 +50,7 @@ from autopar.ir.plan import COMPILED, NodePlan, Plan, StagePlan, Storage
 from autopar.ir.recompute import PieceStep, makes_memory, pieces_needed
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import answered_values, leaving_values
-from autopar.ops.communication import inner_communication
+from autopar.ops.communication import inner_communication, worked_shapes
 from autopar.ops.inner import Inner
 from autopar.ops.saved import Extra, Saved
 from autopar.ops.table import operator
@@ -265,6 +265,7 @@ class OperatorPrice(NamedTuple):
     workspace: tuple[int, int]
     split: Split | None
     lowered_bytes: int | None  # what autograd keeps of the runtime's function that runs instead, if one does
+    lowered_keeps: tuple[int, ...] = ()  # and which operands it keeps
 
 
 class _SlotPrice(NamedTuple):
@@ -613,7 +614,9 @@ class Lowering:
             program.items.append(Item(node.name, tuple(dict.fromkeys(inputs)), tuple(outputs), unit=unit))
             return
         price = self._operator_price(node, placements, inputs, outputs)
-        kept = facts.saved if self.trains and price.lowered_bytes is None else ()
+        kept: tuple[Saved, ...] = facts.saved if self.trains else ()
+        if price.lowered_bytes is not None:
+            kept = tuple([node.operands[position] for position in price.lowered_keeps if kept])
         if kept and fused and fused.makes_again:
             kept = (*kept, *(name for name, stays in zip(node.operands, fused.operands, strict=True) if not stays))
         saved, extra, numbers = self._saved(kept, node, inputs, outputs)
@@ -661,6 +664,7 @@ class Lowering:
         known = self.prices.operators.get(key)
         if known is None:
             operands = tuple([values[value].shape for value in inputs])
+            operands = worked_shapes(node, operands, placements.operands, self.plan.axes)
             results = tuple([self._made_shape(values[value]) for value in outputs])
             times = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
             issue_ns = node_issue_ns(node, operands, results, self.graph.tensors, self.profile)
@@ -671,7 +675,7 @@ class Lowering:
                 if back
                 else None
             )
-            inner, inner_backward = self._inner(node)
+            inner, inner_backward = self._inner(node, times)
             own, _ = inner_communication(self.graph, node, placements.operands, self.plan.axes)
             passes = operator(node.op).passes_when_split
             if own and passes and self.profile.runtime:
@@ -682,7 +686,8 @@ class Lowering:
             lowered = lowered_memory(node, sizes, placements.operands)
             workspace = workspace_bytes(node.op, sizes) if lowered is None else lowered.workspace
             kept = None if lowered is None else lowered.saved_bytes
-            known = OperatorPrice(*times, issue_ns, inner, inner_backward, workspace, split, kept)
+            keeps = () if lowered is None else lowered.keeps
+            known = OperatorPrice(*times, issue_ns, inner, inner_backward, workspace, split, kept, keeps)
             self.prices.operators[key] = known
         return known
 
@@ -717,21 +722,33 @@ class Lowering:
                 self.plan.microbatches if is_whole else 1
             )
 
-    def _inner(self, node: Node) -> tuple[tuple[Transmission, ...], tuple[Transmission, ...]]:
-        """What the operator sends inside its forward and its backward pass."""
+    def _inner(
+        self, node: Node, computes_ns: tuple[int, int]
+    ) -> tuple[tuple[Transmission, ...], tuple[Transmission, ...]]:
+        """What the operator sends inside its forward and its backward pass, which compute so long."""
         lanes = [self.plan, *(replace(self.plan, axes=lane.axes) for lane in self.others)]
         forward, backward = zip(*(inner_collectives(self.graph, node, lane) for lane in lanes), strict=True)
-        return self._inner_transmissions(forward), self._inner_transmissions(backward)
+        return (
+            self._inner_transmissions(forward, computes_ns[0]),
+            self._inner_transmissions(backward, computes_ns[1]),
+        )
 
-    def _inner_transmissions(self, sent: Sequence[Sequence[Inner]]) -> tuple[Transmission, ...]:
+    def _inner_transmissions(self, sent: Sequence[Sequence[Inner]], compute_ns: int) -> tuple[Transmission, ...]:
         """sent: on each lane, the own one first."""
-        rows = zip(*sent, strict=True)
-        return tuple([self._inner_transmission(*row) for row in rows if self.plan.axes[row[0].axis].size > 1])
+        rows = [row for row in zip(*sent, strict=True) if self.plan.axes[row[0].axis].size > 1]
+        return tuple([self._inner_transmission(compute_ns, *row) for row in rows])
 
-    def _inner_transmission(self, inner: Inner, *elsewhere: Inner) -> Transmission:
-        """What is sent early holds up nothing: its way is over when its operator begins."""
+    def _inner_transmission(self, compute_ns: int, inner: Inner, *elsewhere: Inner) -> Transmission:
+        """What is sent early holds up nothing: its way is over when its operator begins. Of what is sent beside the
+        operator's own computing, the rest counts."""
         sizes = tuple([other.priced_bytes for other in elsewhere])
         sent = self._transmission(inner.collective, inner.axis, inner.priced_bytes, sizes)
+        if inner.is_beside:
+            axis, size = self.plan.axes[inner.axis], inner.priced_bytes
+            longer = beside_compute_ns(
+                sent.collective, size, compute_ns, axis, self.per_node, self.profile, inner.beside_share
+            )
+            return sent._replace(duration_ns=longer, beside_ns=longer)
         return sent._replace(duration_ns=0, waits=None, is_early=True) if inner.is_early else sent
 
     def _sizes(self, node: Node, inputs: list[int], outputs: list[int], communicates: bool) -> Sizes:

@@ -1,6 +1,7 @@
 """Graphs whose sequences may be split: what says so of attention, and of a loss over the tokens of all samples.
 
     attention(q, k, v)                                 → context_attention(q, k, v)
+    context_attention(q, k, v), attention(q, k, v, m)  → the same in a ring
     cross_entropy(reshape(x, (B·S, C)), reshape(t))    → cross_entropy(permute(x, (B, C, S)), t)
 
 Samples and positions in one dim can be split by samples alone; a mean or sum over both does not ask for their order.
@@ -19,7 +20,9 @@ from autopar.ops.call import Call, call_of
 from autopar.ops.context import CONTEXT_ATTENTION, TORCH_ATTENTION, may_split
 
 RULE = "split-sequence"
+RING_RULE = "ring-attention"
 STATEMENT = "attention and losses over samples × positions => the same, which may be split by positions"
+RING_STATEMENT = "attention => the same; split by positions, keys and values pass from rank to rank"
 _LOSS = "aten.cross_entropy_loss.default"
 _RESHAPES = ("aten.reshape.default", "aten.view.default")
 
@@ -48,6 +51,32 @@ def with_sequences(graph: Graph, names: Sequence[str]) -> Graph:
 # Attention ----------------------------------------
 
 
+def over_rings(graph: Graph) -> tuple[str, ...]:
+    """The names of the attention operators whose keys and values can pass from rank to rank."""
+    return tuple(node.name for node in graph.nodes if _may_ring(graph, node))
+
+
+def with_rings(graph: Graph, names: Sequence[str]) -> Graph:
+    """The graph in which these operators do so. Raises PlanError where one cannot."""
+    wrong = sorted(set(names) - set(over_rings(graph)))
+    if wrong:
+        raise PlanError(f"expected attention whose keys can pass around at {wrong[0]!r}, found none; plan again")
+    nodes = [_in_ring(graph, node) if node.name in names else node for node in graph.nodes]
+    return with_nodes(graph, needed(nodes, {*graph.outputs, *graph.mutations.values()}), graph.tensors)
+
+
+def _may_ring(graph: Graph, node: Node) -> bool:
+    if node.op not in (TORCH_ATTENTION, CONTEXT_ATTENTION) or not _is_positional(node):
+        return False
+    call = call_of(graph, node)
+    return float(call.arguments["dropout_p"]) == 0.0 and may_split(call, ring=True)
+
+
+def _in_ring(graph: Graph, node: Node) -> Node:
+    told = node if node.op == CONTEXT_ATTENTION else _attention(graph, node)
+    return replace(told, kwargs=tuple({**dict(told.kwargs), "ring": True}.items()))
+
+
 def _is_attention(graph: Graph, node: Node) -> bool:
     if node.op != TORCH_ATTENTION:
         return False
@@ -68,7 +97,7 @@ def _attention(graph: Graph, node: Node) -> Node:
     if plain[0] and plain[1] and not kwargs.get("enable_gqa"):
         shapes = [graph.tensors[name].shape for name in plain if name]
         if shapes[0][:-1] == shapes[1][:-1]:
-            names, kwargs = (query, plain[0], plain[1]), {**kwargs, "enable_gqa": True}
+            names, kwargs = (query, plain[0], plain[1], *node.operands[3:]), {**kwargs, "enable_gqa": True}
     given = iter(names)
     args = map_references(node.args, lambda _: Ref(next(given)))
     length = graph.tensors[key].shape[-2]

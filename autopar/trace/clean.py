@@ -17,6 +17,7 @@ from autopar.ir.structure import has_own_backward, is_random
 _IDENTITIES = {"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
 _ASSERTIONS = ("aten._assert", "aten.sym_constrain", "aten._functional_assert")
 _VIEWS = {"aten.view.default", "aten._unsafe_view.default"}
+_WITH_BACKWARD = {"aten._embedding_bag_forward_only.default": "aten._embedding_bag.default"}  # of an activation, too
 
 
 def clean(graph: Graph) -> Graph:
@@ -57,7 +58,19 @@ def _drop_identities(graph: Graph, nodes: list[Node]) -> tuple[list[Node], dict[
 def _plainer(graph: Graph, node: Node) -> Node:
     if node.op in _VIEWS:
         return replace(node, op="aten.reshape.default")
+    if node.op in _WITH_BACKWARD:
+        return replace(node, op=_WITH_BACKWARD[node.op])
+    if node.op in ("aten.squeeze.default", "aten.squeeze.dims"):
+        return _naming_dims(graph, node)
     return _without_nothing(graph, node) if node.op == "aten.cat.default" else node
+
+
+def _naming_dims(graph: Graph, node: Node) -> Node:
+    """Squeezes dims that are 1 in the model, by number: in a microbatch of one sample, or a slice, others are too."""
+    shape = graph.tensors[node.operands[0]].shape
+    dims = range(len(shape)) if node.op == "aten.squeeze.default" else node.args[1]
+    ones = tuple(dim % len(shape) for dim in dims if shape and shape[dim] == 1)
+    return replace(node, op="aten.squeeze.dims", args=(node.args[0], ones), kwargs=())
 
 
 def _without_nothing(graph: Graph, node: Node) -> Node:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from autopar.ops import overload, real
 from autopar.ops.functions import call_own
 from autopar.trace.smaller import Sizes, fitted
 
+NOTHING: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 Seen = Callable[[Node, list[tuple[str, Tensor]]], None]
 
 
@@ -30,12 +32,14 @@ def run_graph(
     keep_all: bool = True,
     sizes: Sizes | None = None,
     seen: Seen | None = None,
+    instead: Mapping[str, Callable[..., Any]] = NOTHING,
 ) -> dict[str, Tensor]:
     """The value of every tensor by name; without `keep_all`, of outputs and what forward changes alone.
 
     state: the model's parameters and buffers by name, which are read, never written. inputs: by the graph's names.
     sizes: of inputs that are cut, and of all that is made of these, what they are now (`trace.smaller`).
     seen: called with each node and its named results, as soon as they are made.
+    instead: functions that take the place of operators, by name; each is called with the node before its arguments.
     """
     values = dict(inputs)
     for item in graph.stored:
@@ -49,6 +53,8 @@ def run_graph(
             args = [args[0].contiguous(), *args[1:]]  # masks are of elements in order (`trace.dropout`), not of memory
         if node.op in OWN_BACKWARD:
             made: Any = call_own(node, args[0 if node.op == HOOK else 1])
+        elif node.op in instead:
+            made = instead[node.op](node, *args, **kwargs)
         else:
             before = drawn_states() if has_own_backward(node) else None
             made = overload(node.op)(*fitted(graph, node, args, sizes or {}), **kwargs)

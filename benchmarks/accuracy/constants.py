@@ -1,7 +1,8 @@
 """The constants that are fitted to published iterations: of the A100 profile, and of the software that was measured.
 
-The host's belong to Megatron-DeepSpeed, whatever the device, and no profile that plans are made with has them: they are
-in `megatron_deepspeed.json`, and `measured_system` joins them to the shipped profile.
+The host's belong to Megatron-DeepSpeed, whatever the device, and what its nodes send to each other to the cluster that
+was measured. No profile that plans are made with has either: they are in `megatron_deepspeed.json`, and
+`measured_system` joins them to the shipped profile.
 
 | constant          | meaning                                                                         |
 |-------------------|---------------------------------------------------------------------------------|
@@ -82,9 +83,11 @@ def _saturating(works: tuple[float, ...], most: float, half: float) -> Curve:
 
 
 def measured_system(profile: Profile, path: Path = SOFTWARE) -> Profile:
-    """The profile, with what launching costs the software that was measured."""
+    """The profile, with what launching costs the software that was measured, and what its nodes sent."""
     software = json.loads(path.read_text(encoding="utf-8"))
+    network = software.pop("inter_node")
     data = {**_without_defaults(profile_to_json(profile)), "tables": [], **software}
+    data["links"] = [{**link, **network} if link["level"] == "inter_node" else link for link in data["links"]]
     data["facts"]["sustained_clock"] = 1.0  # the curve of products is of whole iterations, and no burst
     return profile_from_json(data, str(path))
 
@@ -118,12 +121,18 @@ def write_constants(path: Path, constants: Mapping[str, float], rows: str) -> No
     profile = profile_from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
     source = (
         f"{len(CONSTANTS)} constants fitted to {rows}: iteration times of Megatron-DeepSpeed GPT training published at "
-        "github.com/VIA-Research/vTrain (MIT), by benchmarks/accuracy/published.py; 4 of them are the host's and stay "
-        "with that software"
+        "github.com/VIA-Research/vTrain (MIT), by benchmarks/accuracy/published.py; the host's four stay "
+        "with that software, and the network's with that cluster"
     )
-    made = replace(with_constants(profile, constants, source), facts=profile.facts, tables=profile.tables)
+    fitted = with_constants(profile, constants, source)
+    far = json.loads(json.dumps(profile_to_json(fitted)))["links"]
+    network = next(link for link in far if link["level"] == "inter_node")
+    made = replace(fitted, facts=profile.facts, tables=profile.tables, links=profile.links)
     data: dict[str, Any] = _without_defaults(profile_to_json(made))
-    software = {"host": data.pop("host")}
+    software = {
+        "host": data.pop("host"),
+        "inter_node": {name: network[name] for name in ("node_bandwidth", "provenance")},
+    }
     path.write_text(profile_text(data) + "\n", encoding="utf-8")
     SOFTWARE.write_text(json.dumps(software, indent=2) + "\n", encoding="utf-8")
 

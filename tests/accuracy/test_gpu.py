@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from autopar.trace import trace
 from benchmarks.accuracy.gpu import decoder
 from benchmarks.accuracy.gpu.__main__ import main
-from benchmarks.accuracy.gpu.plans import TRACED_LENGTH, of_length, stage_layers
+from benchmarks.accuracy.gpu.plans import TRACED_LENGTH, empty_stages, of_length, stage_layers
 from benchmarks.accuracy.gpu.predictions import Predicted
 from benchmarks.accuracy.gpu.rows import Row, Sizes, read_rows
-from benchmarks.accuracy.gpu.scores import fast_runs, of_grid, regret, spearman, summary
+from benchmarks.accuracy.gpu.scores import fast_runs, needs_no_more, of_grid, regret, spearman, summary
 from benchmarks.accuracy.gpu.softwares import by_threshold, read_softwares, software_of, write_softwares
 
 PLAIN = {
@@ -102,15 +102,17 @@ def test_rows_are_predicted_or_listed(tmp_path: Path) -> None:
 
 def test_layers_are_cut_where_the_cost_goes_beyond_a_share() -> None:
     layers = [by_threshold([1.0] * 16 + [4.0], 4)[:-1].count(stage) for stage in range(4)]
-    assert layers == [6, 5, 5, 0]  # 20 in all: a stage ends with the block that goes beyond 5, 10 and 15
-    assert by_threshold([1.0, 1.0, 1.0, 1.0], 2) == [0, 0, 0, 1]
+    assert layers == [5, 5, 5, 1]  # 20 in all: a stage ends with the block that comes to 5, 10 and 15
+    assert by_threshold([1.0, 1.0, 1.5, 1.0], 2) == [0, 0, 0, 1]
 
 
 def test_nanotrons_stages_follow_its_rule() -> None:
     sizes = Sizes(16, 2048, 32, 32, 64, 8192, True, 131072, True)
     row = Row("1", "s", "nanotron", "H100-SXM5-80GB", 8, 8, "1B", sizes, "bf16", 4096, 1, 256, 2, 1, 4)
     nanotron = software_of("nanotron", read_softwares())
-    assert stage_layers(row, nanotron) == (6, 5, 5, 0)  # the head costs as much as four layers
+    assert stage_layers(row, nanotron) == (5, 5, 5, 1)  # the head costs as much as four layers
+    assert not empty_stages(row, nanotron) and not empty_stages(replace(row, pp=8), nanotron)
+    assert empty_stages(replace(row, pp=16), nanotron), "the head takes more than three stages' share"
     assert stage_layers(row, software_of("Megatron-LM", read_softwares())) is None
 
 
@@ -163,6 +165,15 @@ def test_a_grid_of_few_runs_has_figures_where_there_are_any() -> None:
     assert figures["cells"] == 1
     assert math.isnan(figures["worst mape"])  # of cells of ten runs or more there is none
     assert figures["said to fit of these"] == 0
+
+
+def test_a_run_is_excused_by_one_that_needs_as_much() -> None:
+    sizes = Sizes(16, 2048, 32, 32, 64, 8192, True, 131072, True)
+    ran = Row("1", "s", "nanotron", "H100-SXM5-80GB", 16, 8, "1B", sizes, "bf16", 4096, 2, 256, 4, 2, 2, zero=1)
+    assert all(needs_no_more(replace(ran, **change), ran) for change in ({}, {"micro_batch": 1}, {"tp": 4}, {"dp": 8}))
+    for change in ({"micro_batch": 4}, {"tp": 1}, {"dp": 2}, {"zero": 0}, {"pp": 1}, {"model": "3B"}):
+        assert not needs_no_more(replace(ran, **change), ran), change
+    assert not needs_no_more(ran, replace(ran, global_batch=8)), "two microbatches in flight where one was"
 
 
 def test_ties_share_their_rank() -> None:

@@ -47,6 +47,7 @@ TEMPLATES: dict[str, dict[str, Any]] = {
     "recompute": {"dp": 2, "recompute": "full"},
     "microbatches": {"dp": 2, "microbatches": 2},
     "stages": {"pp": 2, "microbatches": 2},
+    "samples": {},  # one a microbatch
 }
 SEARCHED = {"searched": (), "searched stages": (autopar.Constraint(stages=2),)}
 PLANS = (*TEMPLATES, *SEARCHED)
@@ -243,7 +244,8 @@ def _planned(module: ModuleType, made: nn.Module, plan: str) -> autopar.PlannedP
             program = autopar.parallelize(made, slow_mesh(), inputs, constraints=rules, search=BUDGET, **loss_fn)
         else:
             mesh = autopar.Mesh("cpu", devices_per_node=WORLD)
-            template = autopar.template_plan(made, mesh, inputs, **TEMPLATES[plan], **loss_fn)
+            how = TEMPLATES[plan] or {"pp": 2, "microbatches": module.B}
+            template = autopar.template_plan(made, mesh, inputs, **how, **loss_fn)
             program = autopar.parallelize(made, mesh, inputs, plan=template, **loss_fn)
     return program
 

@@ -15,12 +15,13 @@ from hashlib import sha1
 from pathlib import Path
 from types import ModuleType
 
-from tests.constructs import changes, functions, losses, python_state
+from tests.constructs import changes, functions, losses, python_state, shapes
 from tests.constructs.catalog import Construct, by_key
 
 CONSTRUCTS = by_key(
     functions.FUNCTIONS, functions.HOOKS, changes.WRITES, changes.BUFFERS, changes.PARAMETERS, python_state.PYTHON,
     python_state.NAMES, python_state.INPUTS, losses.LOSSES, losses.OUTPUTS, losses.PARTS,
+    shapes.SHAPES,
 )  # fmt: skip
 KINDS = tuple(dict.fromkeys(construct.kind for construct in CONSTRUCTS.values()))
 HEADER = """import torch

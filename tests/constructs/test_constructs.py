@@ -57,6 +57,29 @@ def test_constructs_that_two_runs_in_one_process_may_not_tell(key: str, kind: st
     assert kind == EQUAL or verdict.names_a_line
 
 
+@pytest.mark.parametrize(
+    ("name", "plan", "kind"),
+    [
+        ("the convolution over samples", "stages", REFUSED),
+        ("convolved over samples and columns", "microbatches", REFUSED),
+        ("the largest of three samples", "samples", REFUSED),
+        ("padded convolution of one", "stages", REFUSED),
+        ("groups normalised over samples", "stages", REFUSED),
+        ("instances normalised over samples", "microbatches", REFUSED),
+        ("scaled up over samples", "samples", EQUAL),
+        ("groups of samples normalised", "stages", EQUAL),
+        ("samples as groups of channels", "microbatches", EQUAL),
+        ("squeezed of all dims of one", "samples", EQUAL),
+        ("squeezed of named dims", "samples", EQUAL),
+        ("a bag of samples", "dp", EQUAL),
+    ],
+)
+def test_what_ranks_exchange_inside_of_an_operator_microbatches_cannot(name: str, plan: str, kind: str) -> None:
+    """Borders of images and statistics were taken of each microbatch alone, where the batch is a spatial dim."""
+    verdict = Case(Model((Used(f"shape: {name}", "layer", 0),)), plan).verdict()
+    assert verdict.kind == kind, verdict.text
+
+
 def test_a_seed_gives_the_same_case_again() -> None:
     assert case_of(5) == case_of(5)
     assert len({random_model(seed).source for seed in range(20)}) > 15

@@ -42,9 +42,17 @@ def test_a_device_too_small_for_the_context_holds_no_tensors() -> None:
 
 def test_the_more_is_taken_the_less_likely_it_fits() -> None:
     capacity = H100.facts.capacity_bytes
-    odds = [MEMORY.fits_probability(round(share * capacity), capacity) for share in (0, 0.5, 0.8, 0.95, 1, 1.1, 2)]
+    shares = (0, 0.5, 0.8, MEMORY.tight_share, 0.95, 1, 2)
+    odds = [MEMORY.fits_probability(round(share * capacity), capacity) for share in shares]
     assert odds == sorted(odds, reverse=True)
-    assert odds[0] == 1 and odds[4] == 0.5 and odds[-1] < 1e-3
+    assert odds[0] == 1 and odds[3] == 0.5 and odds[-1] < 1e-3
+
+
+def test_what_is_needed_at_most_leaves_two_in_a_hundred() -> None:
+    needed = MEMORY.needed_bytes(10**10)
+    assert needed > 10**10
+    assert MEMORY.fits_probability(10**10, round(needed / MEMORY.tight_share)) == pytest.approx(0.98, abs=1e-3)
+    assert MEMORY.needed_bytes(10**10, spread=2 * MEMORY.spread) > needed
 
 
 def test_a_profile_without_the_block_keeps_its_reserve() -> None:

@@ -26,6 +26,7 @@ from autopar.request import Request, SearchBudget
 from autopar.trace import find_blocks, trace
 from tests.equivalence.harness import differences, run_rank, run_single
 from tests.rank_pool import pool
+from tests.routed_bytes import bytes_of
 
 Tensors = dict[str, torch.Tensor]
 OPTIMIZERS = ("sgd",)
@@ -80,7 +81,7 @@ def assert_equal(model: nn.Module, batch: Tensors, program: PlannedProgram) -> l
     found = differences(run_single(model, batch, OPTIMIZERS), results[0])
     assert not found, "\n".join(found)
     assert {loss.item() for loss, *_ in results} == {results[0][0].item()}
-    assert results[0][4] == {kind: size for kind, size in program.plan.predicted.comm_bytes.items() if size}
+    assert results[0][4] == bytes_of(program._graph, program.plan, model, batch)
     return results
 
 

@@ -17,6 +17,7 @@ from tests.equivalence import communicating
 from tests.equivalence.following import follow
 from tests.equivalence.harness import Tensors, differences, run_rank, run_single
 from tests.rank_pool import pool
+from tests.routed_bytes import bytes_of
 
 
 def check_equal(
@@ -39,7 +40,7 @@ def check_equal(
     found = differences(run_single(reference or model, batch, ("sgd",)), results[0])
     assert not found, "\n".join(found)
     check_buffers(reference or model, batch, results[0][3]["sgd"])
-    assert results[0][4] == {kind: size for kind, size in plan.predicted.comm_bytes.items() if size}
+    assert results[0][4] == bytes_of(program._graph, plan, model, batch)
     return program
 
 
@@ -88,8 +89,8 @@ EXPERTS = [f"model.layers.{layer}.mlp.experts.{name}" for layer in range(2) for 
     ("sizes", "tokens", "experts", "call"),
     [
         ((2,), "S(0)", "I", "True, 5, ())"),
-        ((2,), "R", "S(0)", "True, 5, (d0,))"),
-        ((2, 2), "S(0) R", "I S(0)", "True, 5, (d1,))"),
+        ((2,), "R", "S(0)", "True, 5, (d0,)"),
+        ((2, 2), "S(0) R", "I S(0)", "True, 5, (d1,)"),
         ((4,), "S(0)", "S(1)", "True, 5, ())"),
     ],
     ids=["tokens", "experts", "tokens_and_experts", "stored_by_columns"],

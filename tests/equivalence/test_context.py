@@ -13,10 +13,11 @@ import transformers
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import PlanError
+from autopar.errors import AutoparError, PlanError
 from autopar.families import faster_templates
 from autopar.request import BUDGETS, Request
-from autopar.rewrites import for_sequences
+from autopar.rewrites import for_sequences, with_contexts
+from autopar.template import CONTEXTS, attention_nodes
 from autopar.trace import trace
 from autopar.tunables import LONG_SEQUENCE
 from models import gpt, llama
@@ -74,11 +75,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("context", ["gather", "heads"])
-@pytest.mark.parametrize(("name", "length", "choices"), CASES, ids=str)
+IN_TURN = [(*case, CONTEXTS[number % 3]) for number, case in enumerate(CASES)]
+"""Each case in one way; `python -m tests.equivalence.contexts` has all."""
+
+RINGS = [("gpt", 15, {"cp": 4}), ("hf_mistral", 16, {"cp": 2}), ("hf_llama_packed", 16, {"cp": 4})]
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "choices", "context"), [*IN_TURN, *((*case, "ring") for case in RINGS)], ids=str
+)
 def test_a_split_sequence_computes_the_same(name: str, length: int, choices: dict[str, Any], context: str) -> None:
     model, batch = built(name, length)
-    assert_equal(model, batch, template(model, batch, context=context, **choices))
+    program = template(model, batch, context=context, **choices)
+    assert_equal(model, batch, program)
+    assert ("ring=True" in program.source) == (context == "ring")
 
 
 def test_a_stage_of_a_pipeline_is_split_by_positions() -> None:
@@ -86,7 +96,7 @@ def test_a_stage_of_a_pipeline_is_split_by_positions() -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("context", ["gather", "heads"])
+@pytest.mark.parametrize("context", CONTEXTS)
 def test_activations_of_two_ranks_are_a_half(context: str) -> None:
     """What autograd keeps, seen when it is."""
     model, batch = built("llama", 96)
@@ -116,7 +126,7 @@ class Images(nn.Module):
         (Images(), (2, 8, 4, 4), {}, "queries that do not follow dim 1"),
         (nn.Linear(4, 4), (2, 8, 4), {}, "expected attention operators"),
         (Images(dropout=0.1), (2, 8, 8), {}, "Use an attention dropout of 0"),
-        (Images(), (2, 8, 8), {"context": "circle"}, "expected context as one of gather, heads"),
+        (Images(), (2, 8, 8), {"context": "circle"}, "expected context as one of gather, ring, heads"),
     ],
 )
 def test_what_cannot_be_split_is_refused(model: nn.Module, shape: Any, options: Any, said: str) -> None:
@@ -132,11 +142,39 @@ def test_what_the_search_looks_at_computes_the_same() -> None:
     model, batch = gpt.build(config), gpt.example_inputs(config)
     request = Request(autopar.Mesh("cpu", devices_per_node=4), "train", "adamw", None, (), BUDGETS["fast"])
     graph, steps = for_sequences(trace(model, batch))
-    rows, found = faster_templates(graph, None, request, contexts=True)
+    rows, found = faster_templates(graph, None, request, ("gather", "heads"))
     assert {"zero=3, cp=4", "tp=2, zero=3, cp=2"} <= {row.template for row in rows}
     best = min((made() for _, _, made in found), key=lambda plan: plan.predicted.step_time_ns)
     plan = autopar.Plan.from_json(replace(best, substitutions=steps).to_json())
     assert_equal(model, batch, autopar.parallelize(model, plan.mesh, batch, plan=plan))
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_constraint_says_how_attention_runs(context: Any) -> None:
+    """Of one sample, whose one head nobody can share: split by positions, or not at all."""
+    config = gpt.Config(num_layers=1, seq_len=16, batch_size=1, num_heads=1)
+    model, batch = gpt.build(config), gpt.example_inputs(config)
+    graph, steps, rules = with_contexts(trace(model, batch), [autopar.Constraint("*", context=context)])
+    node = attention_nodes(graph)[0]
+    assert dict(node.kwargs).get("ring", False) == (context == "ring")
+    assert steps[-1].rule == ("ring-attention" if context == "ring" else "split-sequence")
+    assert [rule.allow for rule in rules] == ([("S(0)", "S(1)", "S(3)", "R", "I", "P")] if context == "heads" else [])
+    mesh = autopar.Mesh("cpu", devices_per_node=2)
+    along = autopar.Constraint(node.results[0], ("S(2)",), what="tensor", stages=1)
+    rows = [autopar.Constraint("*", context=context), along]
+    if context == "heads":
+        with pytest.raises(AutoparError):
+            autopar.parallelize(model, mesh, batch, constraints=rows, search="fast")
+        return
+    program = autopar.parallelize(model, mesh, batch, constraints=rows, search="fast")
+    assert program.source.count("rt.context_attention") == 1
+    assert program.source.count("ring=True") == (context == "ring")
+    assert_equal(model, batch, program)
+
+
+def test_a_constraint_about_no_attention_is_refused() -> None:
+    with pytest.raises(PlanError, match="found none that 'nothing' matches"):
+        with_contexts(trace(*built("gpt")), [autopar.Constraint("nothing", context="ring")])
 
 
 def test_long_sequences_alone_are_looked_at() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autopar import runtime as rt
 from autopar.emit.calls import CallWriter
+from autopar.ir.placement import local_shape
 from autopar.ir.statements import Operate
 from autopar.ops.call import Call
 from autopar.ops.communication import count_of_targets, inner_communication
@@ -18,9 +19,12 @@ from autopar.runtime.mesh import RankMesh
 from tests.ops import ranks
 from tests.ops.interpreter import Case, Layout, backward, gradient_type
 from tests.ops.shards import Shards, deal
+from tests.routed_bytes import exchanged_bytes
 
 Sent = tuple[Counter[str], Counter[str]]
 """Bytes by collective, forward and backward."""
+
+_AS_TORCH_SEES = {"ring": "send"}
 
 
 def call_text(case: Case, layout: Layout) -> str:
@@ -68,7 +72,19 @@ def bytes_difference(case: Case, layout: Layout, sent: Sent) -> str | None:
     for what, found, told in zip(("forward", "backward"), sent, ([*declared[0], *counts], declared[1]), strict=True):
         expected: Counter[str] = Counter()
         for inner in told:
-            expected[inner.collective] += inner.num_bytes
+            expected[_AS_TORCH_SEES.get(inner.collective, inner.collective)] += inner.num_bytes
+        if expected.pop("exchange", 0):  # as many as were routed, among the all-to-alls here
+            expected["all_to_all"] += _exchanged(case, layout, what)
         if +expected != +found:
             return f"{what} bytes: declared {dict(expected)}, sent {dict(found)}"
     return None
+
+
+def _exchanged(case: Case, layout: Layout, what: str) -> int:
+    """What the first rank sends of tokens for the choices that they made."""
+    x, ids, _, up, down = layout.operands[:5]
+    sizes = local_shape(case.operands[0].shape, x, layout.axes), local_shape(case.operands[4].shape, down, layout.axes)
+    row_bytes = [size[-1] * case.operands[0].itemsize for size in sizes]
+    own = deal(case.operands[1], ids, layout.sizes)
+    found = exchanged_bytes(own, case.node.args[7], layout.axes, x, up, (row_bytes[0], row_bytes[1]))
+    return found.forward if what == "forward" else found.backward

@@ -172,8 +172,20 @@ def contexts() -> list[Sample]:
         ((f(2, 6, 10, 2), f(2, 1, 10, 2), f(2, 1, 10, 2)), {"length": 10, "enable_gqa": True}),
         ((f(2, 4, 4, 2), f(2, 4, 4, 2), f(2, 4, 4, 2), f(4, 4)), {"length": 4}),
         ((f(2, 4, 4, 2), f(2, 4, 6, 2), f(2, 4, 6, 2), *causal), {"length": 6}),
+        ((f(4, 6, 4, 2), f(4, 6, 8, 2), f(4, 6, 8, 4)), {"length": 8, "ring": True}),
+        ((f(2, 12, 12, 2), f(2, 4, 12, 2), f(2, 4, 12, 2), *causal), {"length": 12, "enable_gqa": True, "ring": True}),
+        ((f(4, 7, 2), f(4, 7, 2), f(4, 7, 2), *causal), {"length": 7, "ring": True}),
+        ((f(2, 4, 6, 2), f(2, 4, 6, 2), f(2, 4, 6, 2), _seen(2, 1, 6, 6)), {"length": 6, "ring": True}),
+        ((f(2, 4, 6, 2), f(2, 4, 4, 2), f(2, 4, 4, 2), buffer(6, 4)), {"length": 4, "ring": True}),
     ]
     return [Sample(op, args, kwargs, False) for args, kwargs in calls]
+
+
+def _seen(*shape: int) -> Tensor:
+    """A mask that hides some keys, and from one query all."""
+    mask = buffer(*shape) > 0
+    mask[..., 1, :] = False
+    return mask
 
 
 def normalisations() -> list[Sample]:
@@ -550,10 +562,20 @@ def _routing() -> list[Sample]:
     ends = torch.tensor([0, 3, 3, 8, 12]).int()
     exact_groups = Sample("transformers.grouped_mm_fallback.default", (f(12, 6), f(5, 6, 4), ends), {}, True)
     op = "autopar.routed_experts.default"
+    product, clamped = "c = mul(a, b)", "c = clamp(a, None, 0.5); d = sigmoid(c); e = add(b, 1); g = mul(d, e)"
     return [
         Sample(op, (f(12, 6), chosen, f(12, 2), *experts, "relu", False, 8), {}, True),
         Sample(op, (f(12, 6), chosen, unit(12, 2), f(8, 6, 8), f(8, 4, 6), "silu", True, 8), {}, False),
         Sample(op, (f(12, 6), chosen[:, :1], unit(12, 1), f(8, 6, 8), f(8, 4, 6), "gelu_tanh", True, 8), {}, False),
+        Sample(
+            op, (f(12, 6), chosen, f(12, 2), f(8, 6, 2, 4), f(8, 4, 6), product, True, 8, f(8, 2, 4), f(8, 6)), {}, True
+        ),
+        Sample(
+            op,
+            (f(12, 6), chosen % 5, unit(12, 2), f(5, 6, 4, 2), f(5, 4, 6), clamped, True, 5, f(5, 4, 2), f(5, 6)),
+            {"paired": True, "chunks": 3},
+            False,
+        ),
         exact_groups,
         exact("histc.default", buffer(4, 12), 4, -4, 4),
         exact("histc.default", buffer(4, 12), 4),

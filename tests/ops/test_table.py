@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from autopar.ir.branches import MEAN_LOSSES
+from autopar.ir.placement import Axis, R, S
 from autopar.ops.call import Call, base_name
 from autopar.ops.table import OPERATORS, operator
 from tests.ops.interpreter import make_case
@@ -46,9 +47,9 @@ def test_batch_statistics_mix_samples_in_training_alone() -> None:
     for training in (True, False):
         given = (torch.rand(4, 6), None, None, torch.zeros(6), torch.ones(6), training, 0.1, 1e-5)
         case = make_case("aten._native_batch_norm_legit_functional.default", given, {})
-        row = operator(case.node.op)
-        assert row.mixes_samples is not None
-        found[training] = row.mixes_samples(Call(case.graph, case.node))
+        inside = operator(case.node.op).inside
+        assert inside is not None
+        found[training] = any(inside(Call(case.graph, case.node), ((S(0),), (R,), (R,)), (Axis("microbatch", 2, 1),)))
     assert found == {True: True, False: False}
 
 

@@ -22,6 +22,8 @@ class Routed(nn.Module):
     def __init__(self, change: str = "") -> None:
         super().__init__()
         self.change = change
+        if change in ("biased", "other bias", "scales"):
+            self.bias = nn.Parameter(torch.randn(EXPERTS, 2 * HIDDEN))
         self.gate = nn.Linear(WIDTH, EXPERTS)
         self.up = nn.Parameter(torch.randn(EXPERTS, 2 * HIDDEN, WIDTH))
         self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN))
@@ -33,7 +35,15 @@ class Routed(nn.Module):
         counts = torch.histc(numbers.float(), bins=EXPERTS, min=0, max=EXPERTS - (self.change != "bins"))
         ends = torch.cumsum(counts, 0, dtype=torch.int32)
         hidden = grouped_mm(x[order // 2], self.up.transpose(-2, -1), ends)
-        left, right = hidden.chunk(2, -1)
+        if self.change in ("biased", "other bias"):
+            hidden = hidden + self.bias[numbers if self.change == "biased" else order % EXPERTS]
+        left, right = (hidden[:, ::2], hidden[:, 1::2]) if self.change == "every other" else hidden.chunk(2, -1)
+        if self.change == "clamped":
+            left, right = left.clamp(max=0.5), (right + 1).clamp(-0.5, 0.5) * torch.sigmoid(left * 1.7)
+        if self.change == "casts":
+            left = left.double().float()
+        if self.change == "scales":
+            left = left * self.bias[0, :1]
         if self.change == "swapped":
             left, right = right, left
         if self.change == "mixes rows":
@@ -46,9 +56,10 @@ class Routed(nn.Module):
         return rows[back].view(shape).sum(0 if self.change == "other sum" else 1).square().mean()
 
 
-def test_routing_is_one_operator_that_computes_the_same() -> None:
+@pytest.mark.parametrize("change", ["", "swapped", "every other", "clamped", "biased"])
+def test_routing_is_one_operator_that_computes_the_same(change: str) -> None:
     torch.manual_seed(0)
-    model, x = Routed(), torch.randn(12, WIDTH)
+    model, x = Routed(change), torch.randn(12, WIDTH)
     graph = trace(model, (x,))
     assert [node.op for node in graph.nodes].count(ROUTED_EXPERTS) == 1
     assert not any("sort" in node.op or "grouped" in node.op for node in graph.nodes)
@@ -61,7 +72,7 @@ def test_routing_is_one_operator_that_computes_the_same() -> None:
         torch.testing.assert_close(gradients[name], parameter.grad)
 
 
-@pytest.mark.parametrize("change", ["descending", "bins", "swapped", "mixes rows", "other sum"])
+@pytest.mark.parametrize("change", ["descending", "bins", "mixes rows", "other sum", "other bias", "casts", "scales"])
 def test_what_deviates_stays_as_it_is(change: str) -> None:
     torch.manual_seed(0)
     graph = trace(Routed(change), (torch.randn(12, WIDTH),))

@@ -352,3 +352,20 @@ def test_squeezing_dims_that_are_not_one_is_nothing() -> None:
 
     graph = trace(Squeezing(), {"x": torch.randn(4, 8)})
     assert not any("squeeze" in node.op for node in graph.nodes)
+
+
+@pytest.mark.parametrize("dims", [(), (1,), ((0, 1),), ((-1, -2, 0),)])
+def test_squeezed_dims_are_those_that_are_one_in_the_model(dims: tuple[Any, ...]) -> None:
+    """In a microbatch of one sample, the dim of samples is 1 too, and stays."""
+
+    class Squeezing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).cumsum(0).view(4, 1, 8).squeeze(*dims).square().mean((1,)).sum()
+
+    graph = trace(Squeezing(), {"x": torch.randn(4, 8)})
+    [node] = [node for node in graph.nodes if "squeeze.d" in node.op]
+    assert node.args[-1] in (1, (1,))

@@ -1,18 +1,47 @@
-"""Routed experts on one rank: its tokens through its experts, which may be a slice of all."""
+"""Routed experts on one rank: tokens through its experts, which may be a slice of all.
+
+Where ranks share the experts, each rank either has the tokens of all of them, and computes what its own experts make of
+these; or it has its own tokens, and exchanges them: every choice of a token goes where its expert is, and what that
+makes of it comes home. Tokens may be cut into chunks, of which one is under way while another is computed.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.runtime.lowering import exchange
+from autopar.runtime.lowering.activations import activated
+from autopar.runtime.lowering.exchange import RowWay
 from autopar.runtime.mesh import Axis
-from autopar.runtime.placement import local_offset
 
 __all__ = ["grouped_mm", "routed_experts"]
+
+
+class _LocalExperts(NamedTuple):
+    """Those of this rank: up (experts, width, hidden), down (experts, hidden, width), biases of both, activation."""
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    activation: str
+    gated: bool
+    paired: bool
+
+    def __call__(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """What they make of consecutive rows, so many of each."""
+        hidden = grouped_product(rows, self.up, counts, self.up_bias)
+        hidden = activated(hidden, self.activation, self.gated, self.paired)
+        return grouped_product(hidden, self.down, counts, self.down_bias)
 
 
 def routed_experts(
@@ -25,29 +54,158 @@ def routed_experts(
     gated: bool,
     num_experts: int,
     axes: Sequence[Axis] = (),
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    paired: bool = False,
+    exchanged: Sequence[Axis] = (),
+    chunks: int = 1,
 ) -> Tensor:
     """Sums, over the experts that are chosen for each token, of their weighted results.
 
-    x (tokens, width), ids and weights (tokens, choices), up (experts, width, hidden), down (experts, hidden, width).
-    `axes` split the experts: the result is P on them, and only choices of this rank's experts are computed.
+    x (tokens, width), ids and weights (tokens, choices), up (experts, width, hidden), down (experts, hidden, width),
+    biases (experts, hidden) and (experts, width); hidden may be two dims, of which one is both parts of a gate.
+    `axes` split the experts. Over those of them that are `exchanged`, tokens are split, too, and every rank must call
+    it, even one without tokens; over the others, the result is P, and only choices of this rank's experts are computed.
     """
-    choices = ids.size(1)
-    local = ids.reshape(-1) - local_offset(num_experts, *axes)
-    held = up.size(0)
-    local = torch.where((local >= 0) & (local < held), local, held)  # those of other ranks come last
-    order = local.argsort(stable=True)
-    counts = torch.bincount(local, minlength=held + 1)[:held].tolist()
-    order = order[: sum(counts)]
-    hidden = activated(grouped_product(x[order // choices], up, counts), activation, gated)
-    rows = grouped_product(hidden, down, counts) * weights.reshape(-1)[order].unsqueeze(-1)
+    up = up.flatten(2)
+    experts = _LocalExperts(
+        up, down, up_bias if up_bias is None else up_bias.flatten(1), down_bias, activation, gated, paired
+    )
+    legs = list(reversed(exchanged))  # those inside of a node first
+    order, counts = _sorted(ids, num_experts, axes, legs, chunks)
+    ways = exchange.ways(counts, legs)
+    kept = [sum(way.legs[0].sent if way.legs else way.counts) for way in ways]
+    order = order[: sum(kept)]
+    sent: Tensor = _ChosenRows.apply(x, order, ids.size(1))  # type: ignore[no-untyped-call]
+    rows = torch.cat(_computed(list(torch.split(sent, kept)), ways, experts))
+    rows = rows * weights.reshape(-1)[order].unsqueeze(-1)
     spread = rows.new_zeros((ids.numel(), rows.size(1))).index_copy(0, order, rows)
-    return spread.view(ids.size(0), choices, -1).sum(1)
+    return spread.view(*ids.shape, -1).sum(1)
 
 
-def grouped_product(rows: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
-    """The product of each group of consecutive rows with the matrix of its group."""
-    parts = torch.split(rows, list(counts))
-    return torch.cat([part @ matrix for part, matrix in zip(parts, matrices.unbind(0), strict=True)])
+def _computed(rows: list[Tensor], ways: list[RowWay], experts: _LocalExperts) -> list[Tensor]:
+    """What the experts make of the rows of each chunk, wherever they are."""
+    levels = len(ways[0].legs)
+    if not levels:
+        return [experts(part, way.counts[: experts.up.size(0)]) for part, way in zip(rows, ways, strict=True)]
+    for level in range(levels - 1):
+        begun = [exchange.begin(part, way.legs[level]) for part, way in zip(rows, ways, strict=True)]
+        rows = [exchange.end(one) for one in begun]
+    begun = [exchange.begin(part, way.legs[-1]) for part, way in zip(rows, ways, strict=True)]
+    for chunk, way in enumerate(ways):
+        arrived = exchange.reordered(exchange.end(begun[chunk]), way.order)
+        made = experts(arrived, way.counts[: experts.up.size(0)])
+        begun[chunk] = exchange.begin(exchange.reordered(made, way.order, is_back=True), way.legs[-1], is_back=True)
+    rows = [exchange.end(one) for one in begun]
+    for level in reversed(range(levels - 1)):
+        begun = [exchange.begin(part, way.legs[level], is_back=True) for part, way in zip(rows, ways, strict=True)]
+        rows = [exchange.end(one) for one in begun]
+    return rows
+
+
+# Which row goes where ----------------------------------------
+
+
+class _ChosenRows(torch.autograd.Function):
+    """The rows of tokens (tokens, width) for the choices in an order, of which each token has so many."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, choices: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.shape = x.size(0), choices
+        return x.index_select(0, order.div(choices, rounding_mode="floor"))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        tokens, choices = ctx.shape
+        spread = grad.new_zeros((tokens * choices, grad.size(1))).index_copy_(0, order, grad)
+        return spread.view(tokens, choices, -1).sum(1), None, None
+
+
+def _sorted(
+    ids: Tensor, num_experts: int, axes: Sequence[Axis], legs: Sequence[Axis], chunks: int
+) -> tuple[Tensor, Tensor]:
+    """The choices in the order of chunk, rank along each leg, and expert, those of other ranks last; and how many of
+    each there are."""
+    names = [axis.name for axis in legs]
+    splits = [_ExpertAxis(axis.size, axis.index, names.index(axis.name) if axis.name in names else -1) for axis in axes]
+    table = _slots(num_experts, tuple(splits), ids.device)
+    sizes = [*(axis.size for axis in legs), _most(num_experts, splits)]
+    last, tokens = math.prod(sizes), ids.size(0)
+    slots = table[ids]
+    chunk = (torch.arange(tokens, device=ids.device) * chunks).div(max(1, tokens), rounding_mode="floor")
+    keys = torch.where(slots < last, slots + chunk.unsqueeze(1) * last, chunks * last).reshape(-1)
+    counts = keys.new_zeros(chunks * last + 1).scatter_add_(0, keys, torch.ones_like(keys))
+    return keys.argsort(stable=True), counts[:-1].view(chunks, *sizes)
+
+
+class _ExpertAxis(NamedTuple):
+    """An axis that splits the experts: its size, this rank on it, and which leg of rows goes along it, or none (-1)."""
+
+    size: int
+    own: int
+    leg: int
+
+
+def _most(num_experts: int, splits: Sequence[_ExpertAxis]) -> int:
+    """The experts of the rank that has most of them."""
+    for split in splits:
+        num_experts = -(-num_experts // split.size)
+    return num_experts
+
+
+@cache
+def _slots(num_experts: int, splits: tuple[_ExpertAxis, ...], device: torch.device) -> Tensor:
+    """For each expert its number among those that choices may go to from here: by rank, then by place on the rank. The
+    others, of ranks that have the same tokens, have the number after the last."""
+    most, ways = _most(num_experts, splits), math.prod(split.size for split in splits if split.leg >= 0)
+    table = [ways * most] * num_experts
+    for coordinate in itertools.product(*(range(split.size) for split in splits)):
+        pairs = list(zip(splits, coordinate, strict=True))
+        if all(split.leg >= 0 or index == split.own for split, index in pairs):
+            rank = 0
+            for split, index in sorted(pairs, key=lambda pair: pair[0].leg):
+                rank = rank * split.size + index if split.leg >= 0 else rank
+            begin, end = _experts_at(num_experts, pairs)
+            table[begin:end] = range(rank * most, rank * most + end - begin)
+    return torch.tensor(table, device=device)
+
+
+def _experts_at(num_experts: int, pairs: Sequence[tuple[_ExpertAxis, int]]) -> tuple[int, int]:
+    """Which experts a rank has, by its index on each axis that splits them, the outer one first."""
+    begin, end = 0, num_experts
+    for split, index in pairs:
+        chunk = -(-(end - begin) // split.size)
+        begin, end = min(begin + index * chunk, end), min(begin + (index + 1) * chunk, end)
+    return begin, end
+
+
+# Grouped products ----------------------------------------
+
+
+def grouped_product(rows: Tensor, matrices: Tensor, counts: Sequence[int], bias: Tensor | None = None) -> Tensor:
+    """The product of each group of consecutive rows with the matrix of its group, and its bias added."""
+    if _has_kernel(rows, matrices):
+        ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32).to(rows.device, non_blocking=True)
+        made: Tensor = torch._grouped_mm(rows, matrices, offs=ends)
+        return made if bias is None else made + bias.repeat_interleave(_tensor(counts, rows), 0, output_size=len(made))
+    parts = [part @ matrix for part, matrix in zip(torch.split(rows, list(counts)), matrices.unbind(0), strict=True)]
+    if bias is not None:
+        parts = [part + own for part, own in zip(parts, bias.unbind(0), strict=True)]
+    return torch.cat(parts)
+
+
+def _tensor(counts: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(counts).to(like.device, non_blocking=True)
+
+
+def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
+    """Whether torch has one kernel for all groups: bfloat16 on GPUs since Ampere, in rows of 16 bytes."""
+    if rows.device.type != "cuda" or rows.dtype != torch.bfloat16 or matrices.dtype != torch.bfloat16:
+        return False
+    is_whole = rows.numel() > 0 and matrices.size(1) % 8 == 0 and matrices.size(2) % 8 == 0
+    return is_whole and torch.cuda.get_device_capability(rows.device) >= (8, 0)
 
 
 def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -57,12 +215,3 @@ def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     rest = rows.size(0) - bounds[-1]
     result = grouped_product(rows[: bounds[-1]], matrices, counts)
     return F.pad(result, (0, 0, 0, rest)) if rest else result
-
-
-def activated(hidden: Tensor, name: str, gated: bool) -> Tensor:
-    """activation(h), or activation(h₁) · h₂ of the halves of h; "gelu_tanh" is the approximate gelu of ATen."""
-    first, second = hidden.chunk(2, -1) if gated else (hidden, None)
-    made: Tensor = (
-        F.gelu(first, approximate="tanh") if name == "gelu_tanh" else getattr(torch.ops.aten, name).default(first)
-    )
-    return made if second is None else made * second

@@ -104,6 +104,7 @@ function sentence(plan) {
     `${plural(plan.num_devices, 'device')} (${plan.mesh}), ${parts}, ` +
     `in ${plural(plan.microbatches, 'microbatch').replace(/hs$/, 'hes')}` +
     `${plan.precision ? `, ${plan.precision}` : ''}${plan.mode === 'train' ? `, ${plan.optimizer}` : ''}.` +
+    `${plan.routing ? ` Tokens choose experts by ${plan.routing}.` : ''}` +
     `${plan.recompute ? ` Computed again in the backward pass: ${plan.recompute}.` : ''}` +
     `${forks.length ? ` Branches run beside each other: ${forks.join('; ')}.` : ''}` +
     `${plan.shares.length ? ` Unequal ${plan.shares.join('; ')}.` : ''}`

@@ -78,6 +78,8 @@ def reason_against(row: Row, softwares: tuple[Software, ...]) -> str:
         return "experts: routing and grouped products are not in the decoder of this benchmark"
     if row.ep > 1:
         return "ep: template_plan has no expert parallelism"
+    if empty_stages(row, software_of(row.framework, softwares)):
+        return f"{row.pp} stages: {row.framework} leaves some without a block, which have no gradients, and stops"
     if "multi-latent" in row.other or "lora" in row.other.lower():
         return "multi-latent attention or LoRA: not in the decoder of this benchmark"
     return ""
@@ -143,15 +145,26 @@ def stage_layers(row: Row, software: Software) -> tuple[int, ...] | None:
     """Layers of each stage, where they are not as even as can be."""
     if row.layers is not None or row.pp == 1 or row.vp > 1 or software.cut == "even":
         return row.layers
+    if row.sizes and row.sizes.layers < row.pp - 1:
+        return None  # template_plan says what is wrong
+    stages = stages_of_blocks(row)
+    return tuple(_without_gaps([stages[:-1].count(stage) for stage in range(row.pp)]))
+
+
+def stages_of_blocks(row: Row) -> list[int]:
+    """The stage of each layer, and of the head, where they are cut by cumulative cost."""
     sizes = row.sizes
     assert sizes is not None
     attention = 2 * (sizes.heads + sizes.kv_heads) * sizes.head_size * sizes.hidden
     layer = attention + (3 if sizes.is_gated else 2) * sizes.ffn * sizes.hidden
-    if sizes.layers < row.pp - 1:
-        return None  # template_plan says what is wrong
-    stages = by_threshold([*[layer] * sizes.layers, sizes.vocab * sizes.hidden], row.pp)
-    counts = [stages[:-1].count(stage) for stage in range(row.pp)]
-    return tuple(_without_gaps(counts))
+    return by_threshold([*[layer] * sizes.layers, sizes.vocab * sizes.hidden], row.pp)
+
+
+def empty_stages(row: Row, software: Software) -> bool:
+    """Whether stages are left when the loss, the last block, has its stage: at most the one after the head's."""
+    if row.pp == 1 or row.vp > 1 or row.layers is not None or software.cut == "even":
+        return False
+    return stages_of_blocks(row)[-1] + 2 < row.pp
 
 
 def _without_gaps(counts: list[int]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,17 +9,16 @@ from dataclasses import dataclass, replace
 from autopar.cost import Profile
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
-from autopar.ir.placement import local_shape
 from autopar.ir.plan import Plan
 from autopar.odds import operators_variance
 from autopar.simulate import Overlap, Sums, Timeline, simulate
 from autopar.simulate import predict as told_of
 from autopar.simulate.engine import Sent
+from benchmarks.accuracy.gpu.memory import allocated_bytes, held, sums_bytes
 from benchmarks.accuracy.gpu.plans import graphs, plan_of, profile_name, reason_against
 from benchmarks.accuracy.gpu.rows import Row
 from benchmarks.accuracy.gpu.softwares import Software, software_of
 
-FLOAT32_BYTES = 4
 EVEN = 0.5
 FLOAT8, BFLOAT16 = "float8_e4m3fn", "bfloat16"  # in the names of tables
 
@@ -37,12 +35,14 @@ class Planned:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What is predicted of a row; or why nothing is. reserved_bytes: what the allocator holds at the peak; is_tight: it
-    is so much that the allocator would free and ask again, step after step; fits_probability: of the fullest device."""
+    """What is predicted of a row; or why nothing is. reserved_bytes: what the allocator holds at the peak;
+    needed_bytes: what 98 of 100 such runs hold at most; is_tight: it is so much that the allocator would free and ask
+    again, step after step; fits_probability: of the device that is most likely too small."""
 
     row: Row
     seconds: float = 0.0
     reserved_bytes: float = 0.0
+    needed_bytes: float = 0.0
     fits: bool = True
     is_tight: bool = False
     reason: str = ""
@@ -77,7 +77,7 @@ def predict(item: Planned, softwares: tuple[Software, ...], profiles: Mapping[st
     late = late_gathers_ns(timeline) if row.zero in software.late_gathers else 0
     seconds = (timeline.step_time_ns + late) / 1e9 + once_a_step_s(item.graph, item.plan, software, profile)
     variance = operators_variance(replace(item.plan, predicted=told_of(timeline)), item.graph, profile)
-    return replace(held(item, software, timeline, profile), seconds=seconds, operators_variance=variance)
+    return replace(memory_of(item, software, timeline, profile), seconds=seconds, operators_variance=variance)
 
 
 def once_a_step_s(graph: Graph, plan: Plan, software: Software, profile: Profile) -> float:
@@ -88,18 +88,22 @@ def once_a_step_s(graph: Graph, plan: Plan, software: Software, profile: Profile
     return software.step_ns / 1e9 + software.step_passes * most / profile.facts.memory_bandwidth
 
 
-def held(item: Planned, software: Software, timeline: Timeline, profile: Profile) -> Predicted:
-    """What a row's fullest device holds, and what the one holds that its table speaks of."""
+def memory_of(item: Planned, software: Software, timeline: Timeline, profile: Profile) -> Predicted:
+    """What the one device takes that a row's table speaks of, and how likely all have enough."""
+    assert item.graph is not None and item.plan is not None
     row, memory, capacity = item.row, profile.memory, profile.facts.capacity_bytes
-    peaks = allocated_bytes(item, software, timeline)
     if memory is None:
-        return Predicted(row, reserved_bytes=max(peaks), fits=max(peaks) <= capacity)
-    taken = memory.taken_bytes(max(peaks), sum(count > 1 for count in (row.dp, row.tp, row.pp)))
-    told = memory.reserved_bytes(peaks[0] if row.tells_first else max(peaks))
-    odds, share = memory.fits_probability(taken, capacity), taken / capacity
+        most = max(allocated_bytes(item.graph, item.plan, software, timeline))
+        return Predicted(row, reserved_bytes=most, needed_bytes=most, fits=most <= capacity)
+    lanes = held(item.graph, item.plan, software, timeline, memory)
+    told = lanes[0] if row.tells_first else max(lanes)
+    outside = memory.outside_bytes(sum(count > 1 for count in (row.dp, row.tp, row.pp)))
+    odds = min(memory.fits_probability(lane.reserved_bytes + outside, capacity, lane.spread) for lane in lanes)
+    share = (max(lanes).reserved_bytes + outside) / capacity
     return Predicted(
-        row, reserved_bytes=told, fits=odds > EVEN, is_tight=share > memory.tight_share, fits_probability=odds
-    )
+        row, reserved_bytes=told.reserved_bytes, needed_bytes=memory.needed_bytes(told.reserved_bytes, told.spread),
+        fits=odds > EVEN, is_tight=share > memory.tight_share, fits_probability=odds,
+    )  # fmt: skip
 
 
 def overlap_of(row: Row, software: Software) -> Overlap:
@@ -116,33 +120,6 @@ def late_gathers_ns(timeline: Timeline) -> int:
 
 def _gathers_ns(along: Mapping[tuple[int, str], Sent]) -> int:
     return sum(sent.duration_ns for (_, kind), sent in along.items() if kind == "gather")
-
-
-def allocated_bytes(item: Planned, software: Software, timeline: Timeline) -> list[int]:
-    """The peak of each submesh."""
-    assert item.graph is not None and item.plan is not None
-    if not software.keeps_sums:
-        return [lane.peak_bytes for lane in timeline.lanes]
-    sums = [sums_bytes(item.graph, item.plan, lane.ranks.start) for lane in timeline.lanes]
-    peaks = [lane.memory_at_peak for lane in timeline.lanes]
-    return [
-        sum(size for kind, size in peak.items() if not kind.startswith("gradients")) + own
-        for peak, own in zip(peaks, sums, strict=True)
-    ]
-
-
-def sums_bytes(graph: Graph, plan: Plan, rank: int) -> int:
-    """Of the float32 sums of all gradients of a rank, as its operators use the parameters."""
-    found = 0
-    for stage in (stage for stage in plan.stages if stage.first_rank == rank):
-        used = {
-            name: placement
-            for node in graph.nodes if node.name in stage.nodes
-            for name, placement in zip(node.operands, stage.nodes[node.name].operands, strict=True)
-            if name in stage.storage
-        }  # fmt: skip
-        found += sum(math.prod(local_shape(graph.tensors[name].shape, at, stage.axes)) for name, at in used.items())
-    return found * FLOAT32_BYTES
 
 
 _profiles: dict[tuple[int, int, str, str], tuple[Profile, Software, Profile]] = {}

@@ -15,7 +15,8 @@ from benchmarks.accuracy.gpu.predictions import Predicted
 from benchmarks.accuracy.gpu.scores import Figures, by_cell, by_source, by_source_left_out, error, of_grid, scored
 
 GB = 10**9
-COUNTS = ("rows", "memory rows", "cells", "cells of 10 runs or more", "runs that did not finish")
+COUNTS = ("rows", "memory rows", "cells", "cells of 10 runs or more", "runs that did not finish",
+          "failed runs that no other excuses")  # fmt: skip
 LeftOut = Mapping[str, Mapping[str, float]]
 PLAIN = ("spearman", "least spearman")
 
@@ -63,7 +64,7 @@ def written(items: Sequence[Predicted], left_out: LeftOut, files: str, seconds: 
     rows = [_row(item) for item in items if not item.reason]
     reasons = [[item.row.id, item.row.source, item.reason] for item in items if item.reason]
     columns = ["id", "software", "gpu", "gpus", "model", "plan", "measured_s", "predicted_s", "error", "measured_GB",
-               "predicted_GB", "fits"]  # fmt: skip
+               "predicted_GB", "needed_GB", "fits"]  # fmt: skip
     data = {
         "command": f"python -m benchmarks.accuracy.gpu {files}",
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
@@ -85,7 +86,7 @@ def _row(item: Predicted) -> list[Any]:
         row.id, row.framework, row.gpu, row.gpus, row.model, f"seq{row.seq} {row.precision} {row.plan_text}",
         row.measured_s and round(row.measured_s, 4), round(item.seconds, 4),
         round(error(item), 4) if row.measured_s else None, row.memory_bytes and round(row.memory_bytes / GB, 2),
-        round(item.reserved_bytes / GB, 2), item.fits,
+        round(item.reserved_bytes / GB, 2), round(item.needed_bytes / GB, 2), item.fits,
     ]  # fmt: skip
 
 

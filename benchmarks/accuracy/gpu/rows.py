@@ -153,7 +153,8 @@ def _sizes(record: Mapping[str, str]) -> Sizes:
 def _grid_row(path: Path, number: int, record: Mapping[str, str]) -> Row:
     """Its memory is in GiB, as what ZeRO saves on many ranks says, and that of rank 0, whatever last stages hold."""
     counts = {name: int(float(record[name])) for name in ("nodes", "dp", "tp", "pp", "zero", "mbs", "grad_acc")}
-    sequences = int(float(record["gbs_sequences"]))
+    sequences = counts["dp"] * counts["mbs"] * counts["grad_acc"]  # as it ran, whatever the batch that is stated
+    other = "" if sequences == int(float(record["gbs_sequences"])) else f", {sequences} sequences"
     speed = float(record["tokens_s"] or 0) if record.get("mfu_percent") else 0.0
     seq = int(float(record.get("seq") or 4096))
     return Row(
@@ -163,7 +164,7 @@ def _grid_row(path: Path, number: int, record: Mapping[str, str]) -> Row:
         global_batch=sequences, dp=counts["dp"], tp=counts["tp"], pp=counts["pp"], zero=counts["zero"],
         sequence_parallel=counts["tp"] > 1, measured_s=sequences * seq / speed if speed else None,
         memory_bytes=float(record["memory_gb"]) * GIB if record.get("memory_gb") else None, tells_first=True,
-        cell=f"{record['model']}, {counts['nodes']} nodes", network="efa",
+        cell=f"{record['model']}, {counts['nodes']} nodes{other}", network="efa",
         unknown="" if record["model"] in GRID else f"no sizes known of the model {record['model']!r}",
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.accuracy.gpu.predictions import Predicted
+from benchmarks.accuracy.gpu.rows import Row
 
 HALF = 0.5  # of a cell's best speed: slower runs are of no interest, and many of them are slow for reasons of software
 TOO_LITTLE = 0.97  # of the memory that a run took: a prediction below it is one that does not warn
@@ -34,6 +35,12 @@ def memory_error(item: Predicted) -> float:
     """Of the memory, relative."""
     assert item.row.memory_bytes
     return item.reserved_bytes / item.row.memory_bytes - 1
+
+
+def margin(item: Predicted) -> float:
+    """What a run is said to need at most over what it took, less one."""
+    assert item.row.memory_bytes
+    return item.needed_bytes / item.row.memory_bytes - 1
 
 
 def summary(items: Sequence[Predicted]) -> Figures:
@@ -147,7 +154,25 @@ def of_grid(items: Sequence[Predicted]) -> Figures:
         found |= {"median regret": np.median(regrets), "worst regret": max(regrets)}
     if known:
         found |= {"memory": np.mean(np.abs(memory)), "memory median": np.median(memory)}
-        found |= {"said to need < 97%": np.mean(memory < TOO_LITTLE - 1)}
+        margins = np.array([margin(item) for item in known])
+        found |= {"said to need < 97%": np.mean(margins < TOO_LITTLE - 1), "margin of what is needed": margins.mean()}
+        fast = [item for item in fast_runs(items) if item.row.memory_bytes]
+        found |= {"memory of fast runs": np.mean([abs(memory_error(item)) for item in fast])}
+        found |= {"fast runs said to need < 97%": np.mean([margin(item) < TOO_LITTLE - 1 for item in fast])}
     if failed:
         found["said to fit of these"] = np.mean([item.fits for item in failed])
+        full = [item for item in failed if not any(needs_no_more(item.row, other.row) for other in known)]
+        found["failed runs that no other excuses"] = len(full)
+        found["said to fit of those"] = np.mean([item.fits for item in full]) if full else math.nan
     return rounded(found)
+
+
+def needs_no_more(row: Row, other: Row) -> bool:
+    """Whether a run's ranks hold no more than those of another one, so that where that ran, it was not for memory that
+    this one did not: no larger micro batches, no more of them in flight, no more of the optimizer's state."""
+    alike = (row.source, row.gpu, row.model, row.seq, row.pp) == (
+        other.source, other.gpu, other.model, other.seq, other.pp
+    )  # fmt: skip
+    flying = min(row.pp, row.microbatches) <= min(other.pp, other.microbatches)
+    state = other.zero == 0 or (row.zero >= other.zero and row.dp >= other.dp)
+    return alike and flying and state and row.tp >= other.tp and row.micro_batch <= other.micro_batch

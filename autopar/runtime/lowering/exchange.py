@@ -1,0 +1,197 @@
+"""Rows that are exchanged over ranks, as many as are known when the program runs.
+
+Rows lie in blocks, one for each index of an array of counts such as (ranks to go to, experts there). An exchange over
+an axis sends the blocks of each index of the first dim to that rank; afterwards the first dim says where they are from.
+Over several axes, rows go along one after the other, so that those for one node travel there together:
+
+    (to inner, to outer, experts) → (from inner, to outer, experts) → (to outer, from inner, experts) → (from outer, …)
+
+An exchange is begun and ended by two functions, so that something may be computed meanwhile; its backward pass runs the
+other way, begun where the forward pass ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autopar.runtime import comm
+from autopar.runtime.mesh import Axis
+
+
+class RowOrder(NamedTuple):
+    """Which row comes where, and where each row goes."""
+
+    rows: Tensor
+    inverse: Tensor
+
+
+class RowLeg(NamedTuple):
+    """The way of rows along one axis: as they must lie to be sent, and how many go to and come from each rank."""
+
+    axis: Axis
+    order: RowOrder | None
+    sent: list[int]
+    received: list[int]
+
+
+class RowWay(NamedTuple):
+    """All legs, and the order that brings what came to the experts, one after the other. counts: of each expert."""
+
+    legs: tuple[RowLeg, ...]
+    order: RowOrder | None
+    counts: list[int]
+
+
+def ways(counts: Tensor, axes: Sequence[Axis]) -> list[RowWay]:
+    """The way of the rows of each of several chunks, of which `counts` are (chunks, ranks of each axis, experts).
+
+    Counts are exchanged, and read by the host once. Every rank of the axes must call it.
+    """
+    before, lengths = [counts], list[Tensor]()  # how rows lie before each leg, and at last
+    for level, axis in enumerate(axes):
+        sent = before[-1].movedim(1 + level, 1)
+        arrived = _sent_alike(sent, axis)
+        lengths += [_along(sent, 1), _along(arrived, 1)]
+        before.append(arrived)
+    lengths.append(_along(before[-1], before[-1].dim() - 1))
+    told = torch.cat(lengths, 1).tolist()
+    widths = [length.size(1) for length in lengths]
+    return [_way(row, widths, [lying[chunk] for lying in before], axes) for chunk, row in enumerate(told)]
+
+
+def _way(told: list[int], widths: list[int], before: list[Tensor], axes: Sequence[Axis]) -> RowWay:
+    """Of one chunk. told: rows to and from each rank, leg by leg, then of each expert; widths: how many of each."""
+    ends = list(accumulate(widths))
+    *of_legs, experts = [told[end - width : end] for end, width in zip(ends, widths, strict=True)]
+    legs = []
+    for level, axis in enumerate(axes):
+        sent, received = of_legs[2 * level : 2 * level + 2]
+        legs.append(RowLeg(axis, _order(before[level], level, sum(sent)) if level else None, sent, received))
+    last = before[-1]
+    return RowWay(tuple(legs), _order(last, last.dim() - 1, sum(experts)) if axes else None, experts)
+
+
+def _along(counts: Tensor, dim: int) -> Tensor:
+    """(chunks, dim): the rows of each index."""
+    return counts.movedim(dim, 1).reshape(counts.size(0), counts.size(dim), -1).sum(2)
+
+
+def _sent_alike(counts: Tensor, axis: Axis) -> Tensor:
+    """What the ranks have counted for this one, (chunks, from, …), of (chunks, to, …)."""
+    buffer = counts.movedim(1, 0).contiguous()
+    output = torch.empty_like(buffer)
+    comm.all_to_all(output, buffer, axis)
+    return output.movedim(0, 1)
+
+
+def _order(counts: Tensor, dim: int, total: int) -> RowOrder:
+    """Of rows in blocks of these counts, so that the blocks' dim `dim` becomes the first."""
+    sizes = counts.movedim(dim, 0).flatten()
+    begins = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape).movedim(dim, 0).flatten()
+    moved = begins - (sizes.cumsum(0) - sizes)
+    places = torch.arange(total, device=counts.device)
+    rows = moved.repeat_interleave(sizes, output_size=total) + places
+    return RowOrder(rows, torch.empty_like(rows).index_copy_(0, rows, places))
+
+
+class _RowsReordered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+def reordered(rows: Tensor, order: RowOrder | None, is_back: bool = False) -> Tensor:
+    """Rows in an order, or back as they were."""
+    if order is None:
+        return rows
+    there, back = (order.inverse, order.rows) if is_back else order
+    made: Tensor = _RowsReordered.apply(rows, there, back)  # type: ignore[no-untyped-call]
+    return made
+
+
+# Rows under way ----------------------------------------
+
+
+@dataclass(slots=True)
+class RowFlight:
+    """Rows under way along a leg, there or back, or their gradients the other way."""
+
+    leg: RowLeg
+    is_back: bool
+    under_way: tuple[comm.Wait, Tensor, Tensor] | None = None  # with what is sent, and what arrives
+
+    def start(self, rows: Tensor, is_back: bool) -> Tensor:
+        """Begins to send rows (count, width); what arrives may be read after `wait`."""
+        leg = self.leg
+        sent, received = (leg.received, leg.sent) if is_back else (leg.sent, leg.received)
+        rows, width = rows.contiguous(), rows.size(1)
+        made = rows.new_empty((sum(received), width))
+        lengths = ([count * width for count in counts] for counts in (received, sent))
+        wait = comm.start_exchange(made.view(-1), next(lengths), rows.view(-1), next(lengths), leg.axis)
+        self.under_way = wait, rows, made
+        return made
+
+    def wait(self) -> Tensor:
+        """What has arrived."""
+        assert self.under_way is not None, "nothing was sent"
+        (wait, _, made), self.under_way = self.under_way, None
+        wait()
+        return made
+
+
+class _RowsSent(torch.autograd.Function):
+    """Begins to send; its backward pass waits for the gradients, which `_RowsArrived` has begun to send."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flight: RowFlight) -> Tensor:
+        ctx.flight = flight
+        return flight.start(rows, flight.is_back)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.flight.wait(), None
+
+
+class _RowsArrived(torch.autograd.Function):
+    """Waits for what was sent; its backward pass begins to send the gradients the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flight: RowFlight) -> Tensor:
+        ctx.flight = flight
+        flight.wait()
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.flight.start(grad, not ctx.flight.is_back)
+        return grad, None  # of this many rows; `_RowsSent` takes what arrives
+
+
+Begun = tuple[Tensor, RowFlight]
+
+
+def begin(rows: Tensor, leg: RowLeg, is_back: bool = False) -> Begun:
+    """Begins to send rows along a leg, or back."""
+    flight = RowFlight(leg, is_back)
+    sent = rows if is_back else reordered(rows, leg.order)
+    made: Tensor = _RowsSent.apply(sent, flight)  # type: ignore[no-untyped-call]
+    return made, flight
+
+
+def end(begun: Begun) -> Tensor:
+    """What has arrived; what came back lies as it did before the leg."""
+    made: Tensor = _RowsArrived.apply(*begun)  # type: ignore[no-untyped-call]
+    flight = begun[1]
+    return reordered(made, flight.leg.order, is_back=True) if flight.is_back else made
