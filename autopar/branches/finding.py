@@ -11,7 +11,7 @@ Of the buffers that forward updates (batch norm's running statistics) nothing de
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -20,6 +20,9 @@ import networkx as nx
 from autopar.ir.graph import IDENTITY, Graph, Node
 
 _START = ""  # what all operators come from
+
+Makers = Mapping[str, Sequence[str]]
+"""By operator, in the order of the graph, those whose results it reads."""
 
 
 @dataclass(frozen=True)
@@ -34,32 +37,36 @@ def find_regions(graph: Graph, refuses: Callable[[Node], bool]) -> list[ForkRegi
     """The regions of at least two branches, the largest first. refuses: whether a node must not be in a branch; then
     nothing of its branch is in any."""
     order = {node.name: number for number, node in enumerate(graph.nodes)}
-    dominators = _Dominators(graph, order)
+    makers, refused = {node.name: _makers(graph, node) for node in graph.nodes}, dict[str, bool]()
+    dominators = _Dominators(makers, order)
+
+    def is_refused(name: str) -> bool:
+        if name not in refused:
+            refused[name] = refuses(graph.node_by_name[name])
+        return refused[name]
+
     found = []
     for node in graph.nodes:
-        makers = _makers(graph, node)
-        if len(makers) > 1:
-            members = _between(graph, node, dominators.common(makers), order)
-            parts = (_without_names(graph, part) for part in _connected(graph, members))
-            branches = [part for part in parts if part and not any(refuses(graph.node_by_name[n]) for n in part)]
+        if len(makers[node.name]) > 1:
+            members = _between(graph, node, dominators.common(makers[node.name]), makers, order)
+            parts = (_without_names(graph, part, makers) for part in _connected(makers, members))
+            branches = [part for part in parts if part and not any(map(is_refused, part))]
             if len(branches) > 1:
                 found.append(ForkRegion(node.name, tuple(branches)))
     return sorted(found, key=lambda region: -sum(map(len, region.branches)))
 
 
-def _makers(graph: Graph, node: Node) -> set[str]:
-    return {graph.producers[name].name for name in node.operands if name in graph.producers}
+def _makers(graph: Graph, node: Node) -> list[str]:
+    return list(dict.fromkeys(graph.producers[name].name for name in node.operands if name in graph.producers))
 
 
 class _Dominators:
-    """The tree of immediate dominators."""
+    """The tree of immediate dominators: in a graph without cycles, an operator's is what is common to its makers."""
 
-    def __init__(self, graph: Graph, order: Mapping[str, int]) -> None:
-        ways = nx.DiGraph()
-        for node in graph.nodes:
-            ways.add_edges_from((maker, node.name) for maker in _makers(graph, node) or [_START])
-        self._parent = dict(nx.immediate_dominators(ways, _START)) if graph.nodes else {}
-        self._order = {**order, _START: -1}
+    def __init__(self, makers: Makers, order: Mapping[str, int]) -> None:
+        self._parent, self._order = {_START: _START}, {**order, _START: -1}
+        for name, own in makers.items():
+            self._parent[name] = self.common(own) if own else _START
 
     def common(self, names: Iterable[str]) -> str:
         """The nearest operator on every way to all of these."""
@@ -72,11 +79,11 @@ class _Dominators:
         return one
 
 
-def _between(graph: Graph, join: Node, fork: str, order: Mapping[str, int]) -> list[str]:
+def _between(graph: Graph, join: Node, fork: str, makers: Makers, order: Mapping[str, int]) -> list[str]:
     """The operators after the fork that only lead to the join, the last one first."""
     ends = {graph.producers[name].name for name in graph.outputs if name in graph.producers}
     found = {join.name: None}
-    waiting = [-order[name] for name in _makers(graph, join)]
+    waiting = [-order[name] for name in makers[join.name]]
     heapq.heapify(waiting)
     seen = set(waiting)
     while waiting:
@@ -85,29 +92,29 @@ def _between(graph: Graph, join: Node, fork: str, order: Mapping[str, int]) -> l
         if node.name == fork or node.name in ends or not readers <= found.keys():
             continue
         found[node.name] = None
-        for maker in _makers(graph, node):
+        for maker in makers[node.name]:
             if -order[maker] not in seen:
                 seen.add(-order[maker])
                 heapq.heappush(waiting, -order[maker])
     return [name for name in found if name != join.name]
 
 
-def _connected(graph: Graph, members: list[str]) -> list[tuple[str, ...]]:
+def _connected(makers: Makers, members: list[str]) -> list[tuple[str, ...]]:
     """The connected parts, each in the order of the graph."""
     inside = nx.Graph()
     inside.add_nodes_from(reversed(members))
     for name in members:
-        inside.add_edges_from((maker, name) for maker in _makers(graph, graph.node_by_name[name]) if maker in inside)
+        inside.add_edges_from((maker, name) for maker in makers[name] if maker in inside)
     place = {name: number for number, name in enumerate(reversed(members))}
     parts = [tuple(sorted(part, key=place.__getitem__)) for part in nx.connected_components(inside)]
     return sorted(parts, key=lambda part: place[part[0]])
 
 
-def _without_names(graph: Graph, part: tuple[str, ...]) -> tuple[str, ...]:
+def _without_names(graph: Graph, part: tuple[str, ...], makers: Makers) -> tuple[str, ...]:
     """Without the identities at its begin, whose operands are made outside."""
     inside = set(part)
     for name in part:
         node = graph.node_by_name[name]
-        if node.op == IDENTITY and not _makers(graph, node) & inside:
+        if node.op == IDENTITY and inside.isdisjoint(makers[name]):
             inside.discard(name)
     return tuple(name for name in part if name in inside)

@@ -200,4 +200,4 @@ def routes(
     return _known_routes(shape, itemsize, nameless, devices_per_node, profile, differentiable)
 
 
-_known_routes = lru_cache(maxsize=1024)(Routes)
+_known_routes = lru_cache(maxsize=4096)(Routes)

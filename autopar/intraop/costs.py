@@ -176,7 +176,7 @@ class ProfiledCosts:
             for value, share in (*(pair for pair in shares if pair[1]), *((v, again) for v in self._entering(node))):
                 root = None if isinstance(value, Extra) else storage_root(value, self.graph)
                 if root not in known or value in kept:
-                    kept[value] = kept.get(value, 0.0) + share
+                    kept[value] = min(1.0, kept.get(value, 0.0) + share)  # saved and entering, it is there once
                 if root is not None:
                     known.add(root)
             found[node.name] = tuple(kept.items())

@@ -3,26 +3,27 @@
 A bound of a step, by what each stage computes, whole blocks computed again included: the last of P submeshes waits for
 the first microbatch to come through those before it and back, one chunk of each; so does each other, in plain stages;
 where backward passes come in two parts, nobody need wait. What is computed does not depend on how it is stored, and is
-least in one microbatch, whose operators are largest: one problem is solved for a bound of all these. Bytes at least:
-the mean of what submeshes store.
+least in one microbatch, whose operators are largest: one problem is solved for a bound of all these, and one of each
+number of microbatches for those that this leaves. Bytes at least: the mean of what submeshes store.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from autopar.cost.compute import node_time_ns
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, PlanError
 from autopar.families import ShortPlace
 from autopar.interop import block_layers, fold
 from autopar.intraop import Placements
+from autopar.intraop.search import costs_of
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
@@ -43,24 +44,24 @@ _AGAIN = 0.9
 
 
 class Found(NamedTuple):
-    """Placements of a microbatch on one submesh that has the whole model: the plan, what a step computes of what is
-    before the blocks, of each, and of what is after them, what it takes at least, and what a device stores and saves
-    for the backward pass."""
+    """Placements of a microbatch on one submesh that has the whole model: the plan, what a step computes, and sends
+    between operators, of what is before the blocks, of each, and of what is after them, what it takes at least, and
+    what a device stores, and saves for the backward pass, by what is computed again."""
 
     plan: Plan
     layers_ns: tuple[float, ...]
     least_ns: int
     stored_bytes: int
-    saved_bytes: int
+    saved_bytes: Callable[[str], int]
 
 
 @dataclass(frozen=True)
 class Played:
-    """What the simulator says of a configuration."""
+    """What the simulator says of a configuration; of one that is slower than was asked for, not what it takes."""
 
     expert: Expert
     step_ns: int
-    peak_bytes: int
+    peak_bytes: int | None
 
 
 class Player:
@@ -100,17 +101,41 @@ class Player:
         plan = place.placements.placed(place.draft(), whole.graph, solution.choice)
         return Found(
             plan, self._layers_ns(place.placements, solution.choice), place.placements.least_step_ns(*_SOLVE),
-            *place.placements.usage_of(solution.choice),
+            place.placements.usage_of(solution.choice)[0],
+            cache(partial(self._saved_bytes, place.placements, short.graph, solution.choice)),
         )  # fmt: skip
 
+    def _saved_bytes(self, placements: Placements, graph: Graph, choice: Sequence[int], recompute: str) -> int:
+        """What the backward pass of a microbatch reads of the forward pass, of all layers. graph: the short one."""
+        try:
+            again = template_recompute(self.graph, self.paths, recompute)
+        except PlanError:
+            return 0
+        costs = costs_of(graph, replace(placements.draft, recompute=again), self.shared)
+        chosen = zip(placements.built.variables, choice, strict=True)
+        return sum(
+            one.count * costs.saved_bytes(graph.node_by_name[one.name], (one.options[option],))[0]
+            for one, option in chosen
+            if one.kind == "node"
+        )
+
     def _layers_ns(self, placements: Placements, choice: Sequence[int]) -> tuple[float, ...]:
-        """What is computed of each layer, the ends of the model among them. What equal operators of all blocks compute
-        is told of one."""
+        """What is computed of each layer and sent for it, the ends of the model among them. What equal operators of all
+        blocks compute is told of one."""
         built, found = placements.built, [0.0] * (self.layers.count + 2)
-        for variable, times, option in zip(built.variables, built.compute_ns, choice, strict=True):
-            layers = self.layers_of.get(variable.name, ()) if variable.kind == "node" else ()
+        of_variable = [self.layers_of.get(one.name, ()) if one.kind == "node" else () for one in built.variables]
+        computed = zip(
+            of_variable, (int(times[n]) for times, n in zip(built.compute_ns, choice, strict=True)), strict=True
+        )
+        is_stored = [one.kind == "stored" for one in built.variables]
+        sent = (
+            (of_variable[right], int(matrix[choice[left], choice[right]]))
+            for (left, right), matrix in zip(built.problem.edges, built.problem.edge_costs, strict=True)
+            if not (is_stored[left] or is_stored[right])
+        )
+        for layers, spent in (*computed, *sent):
             for layer in layers:
-                found[layer] += int(times[option]) / len(layers)
+                found[layer] += spent / len(layers)
         return tuple(found)
 
     @cached_property
@@ -121,9 +146,11 @@ class Player:
             found.setdefault(self.blocks.representative_node(name), []).append(layer)
         return found
 
-    def least_ns(self, expert: Expert) -> float:
-        """A bound of its step; infinite where constraints leave nothing."""
-        found = self.found(_most_sharded(expert.placed), expert.pp)
+    def least_ns(self, expert: Expert, own_count: bool = False) -> float:
+        """A bound of its step; infinite where constraints leave nothing. own_count: of as many microbatches, which is
+        dearer to find and higher."""
+        placed = _most_sharded(expert.placed)
+        found = self.found(replace(placed, microbatches=expert.placed.microbatches) if own_count else placed, expert.pp)
         if found is None:
             return math.inf
         loads, row = self._loads_ns(found, expert), SCHEDULES[expert.schedule]
@@ -172,25 +199,22 @@ class Player:
         again = {"none": 1.0, "selective": 1.05, "block": 1.05, "full": 4 / 3}[expert.recompute]
         return found.least_ns / expert.pp * (1 + bubble / count) * again
 
-    def likely_bytes(self, expert: Expert) -> float:
-        """An estimate of its peak, low where something is computed again: then what is stored alone."""
-        found, count = self.found(_most_sharded(expert.placed), expert.pp), expert.placed.microbatches
+    def likely_bytes(self, expert: Expert, own: bool = False) -> float:
+        """An estimate of its peak, low where something is computed again: what that holds meanwhile is left out. own:
+        of its own placements, which are dearer to find, in place of those that store least."""
+        placed, count = expert.placed if own else _most_sharded(expert.placed), expert.placed.microbatches
+        found = self.found(placed, expert.pp)
         if found is None:
             return math.inf
-        saved = found.saved_bytes / count if expert.recompute == "none" else 0.0
+        saved = found.saved_bytes(expert.recompute) * placed.microbatches / count
         flying = in_flight(expert.schedule, expert.pp, count, expert.chunks, expert.pp) if expert.pp > 1 else 1
         return (found.stored_bytes + saved * flying / expert.chunks) / expert.pp
 
-    def stores_too_much(self, expert: Expert) -> bool:
-        """Whether what submeshes store is, in the mean, more than a device holds."""
-        found = self.found(expert.placed, expert.pp)
-        return found is None or found.stored_bytes / expert.pp > self.limit
-
-    def played(self, expert: Expert) -> Played:
-        """Raises AutoparError where it cannot be."""
-        simulator = self.parts(expert.placed.microbatches)[2]
-        timeline = simulator.timeline(self.plan(expert))
-        return Played(expert, timeline.step_time_ns, timeline.peak_bytes)
+    def played(self, expert: Expert, until_ns: float = math.inf) -> Played:
+        """Played until it must be slower than that. Raises AutoparError where it cannot be."""
+        simulator, plan = self.parts(expert.placed.microbatches)[2], self.plan(expert)
+        step_ns = simulator.step_time_ns(plan, until_ns)
+        return Played(expert, step_ns, simulator.peak_bytes(plan) if step_ns < until_ns else None)
 
     def plan(self, expert: Expert) -> Plan:
         """One microbatch's plan of the whole model."""

@@ -3,10 +3,10 @@
     python -m benchmarks.quality.experts.run [--row NAME …] [--search fast --search default] [--no-grid | --no-search]
 
 Of each row (`rows`) the grid (`grid`) is played by the simulator, in the order of an estimate. Not played is what
-cannot be faster than the best that fits, by a bound; what stores more than a device holds; what computes again where
-nothing need be; and what an estimate says is far slower (`--beyond`) or larger: a count says how many of each. Then the
-same request is searched for, and the ratio of both steps is noted. Written to results.json and results.md, a row as
-soon as it is there; rows of other requests are kept.
+cannot be faster than the best that fits, by a bound; what computes more again than what fits, or is slower; and what an
+estimate says is far slower (`--beyond`) or larger: a count says how many of each. What is played is played until it
+must be slower than the best. Then the same request is searched for, and the ratio of both steps is noted. Written to
+results.json and results.md, a row as soon as it is there; rows of other requests are kept.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from benchmarks.quality.experts.rows import ROWS, Row
 FILE = Path(__file__).with_name("results")
 KEPT = 5
 """Of the best of a grid, how many are noted."""
+LESS = {"none": (), "selective": ("none",), "block": ("none",), "full": ("none", "selective", "block")}
+"""What computes less again than each word of `recompute`."""
 
 
 def experts_of(row: Row, layers: int, schedules: Sequence[str]) -> Iterator[Expert]:
@@ -56,20 +58,23 @@ def best_of_grid(
     began, player = time.process_time(), Player(graph, row.mesh)
     every = sorted(experts_of(row, player.layers.count, schedules), key=player.likely_ns)
     fitting, counts = list[Played](), Counter[str]()
-    settled = set[Expert]()  # with nothing computed again they fit
+    settled = set[Expert]()  # those of which nothing that computes more again can be faster: they fit, or are slower
     best_ns = than_ns
     for expert in every:
         why = _left_out(player, expert, best_ns, beyond, settled)
         why = why or ("left" if counts["played"] >= most else "")
-        played = None if why else _played(player, expert, counts)
+        played = None if why else _played(player, expert, best_ns, counts)
         counts[why or "played"] += 1
-        counts["of these below their bound"] += played is not None and played.step_ns < player.least_ns(expert)
-        if played is not None and played.peak_bytes <= player.limit:
+        if played is None:
+            continue
+        counts["of these below their bound"] += played.step_ns < min(best_ns, player.least_ns(expert, own_count=True))
+        counts["of these slower"] += played.peak_bytes is None
+        fits = played.peak_bytes is not None and played.peak_bytes <= player.limit
+        settled |= {expert} if fits or played.peak_bytes is None else set()
+        if fits:
             fitting.append(played)
-            settled |= {expert} if expert.recompute == "none" else set()
-            if played.step_ns < best_ns:
-                best_ns = played.step_ns
-                print(f"  {best_ns / 1e9:.3f} s, {played.peak_bytes / 1e9:.1f} GB: {expert}", flush=True)
+            best_ns = played.step_ns
+            print(f"  {best_ns / 1e9:.3f} s, {played.peak_bytes / 1e9:.1f} GB: {expert}", flush=True)
     fitting.sort(key=lambda one: one.step_ns)
     return {
         "configurations": len(every), "faster_than_ns": None if than_ns == math.inf else round(than_ns), **counts,
@@ -87,18 +92,20 @@ def _left_out(player: Player, expert: Expert, best_ns: float, beyond: float, set
     """Why a configuration is not played, if it is not."""
     if player.least_ns(expert) >= best_ns:
         return "slower by a bound"
-    if replace(expert, recompute="none") in settled:
-        return "fit with less computed again"
+    if any(replace(expert, recompute=less) in settled for less in LESS[expert.recompute]):
+        return "fit, or slower, with less computed again"
     if player.likely_bytes(expert) > USAGE_ABOVE * player.limit:
         return "too large by an estimate"
     if player.likely_ns(expert) > beyond * best_ns:
         return "slower by an estimate"
-    return "store too much" if player.stores_too_much(expert) else ""
+    if player.least_ns(expert, own_count=True) >= best_ns:
+        return "slower by a bound"
+    return "too large by an estimate" if player.likely_bytes(expert, own=True) > USAGE_ABOVE * player.limit else ""
 
 
-def _played(player: Player, expert: Expert, counts: Counter[str]) -> Played | None:
+def _played(player: Player, expert: Expert, until_ns: float, counts: Counter[str]) -> Played | None:
     try:
-        return player.played(expert)
+        return player.played(expert, until_ns)
     except AutoparError:
         counts["of these not possible"] += 1
         return None
