@@ -7,6 +7,7 @@ its base alive: `storage_root` finds who owns the memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from autopar.errors import PlanError
@@ -27,6 +28,10 @@ class Optimizer(NamedTuple):
 
     `temporaries`: tensors as large as a parameter that its update takes for a while, one parameter after the other
     (as torch does for DTensors): Adam's √v and √v / √(1 − β₂ᵗ). The last of them stays until the next parameter's.
+
+    of_matrices: copies where the parameter is a matrix, if these are others. squares: how many square matrices it keeps
+    for each dim of a matrix, as long as that. One that is not elementwise gathers a parameter that is stored in shards,
+    with gradient and state, to step it (`runtime.optimizers`).
     """
 
     copies: int
@@ -34,6 +39,12 @@ class Optimizer(NamedTuple):
     temporaries: int = 0
     in_float32: bool = False
     is_elementwise: bool = True
+    of_matrices: int | None = None
+    squares: int = 0
+
+    def copies_of(self, shape: Shape) -> int:
+        """Tensors of its shape that are kept of a parameter."""
+        return self.copies if self.of_matrices is None or len(shape) != 2 else self.of_matrices
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -47,8 +58,13 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adagrad": Optimizer(1, temporaries=1),
     "rmsprop": Optimizer(1, temporaries=1),
     "adafactor": Optimizer(0, factored=True, temporaries=2, is_elementwise=False),
+    "muon": Optimizer(2, temporaries=4, is_elementwise=False, of_matrices=1),  # Adam's two of what is no matrix
+    "shampoo": Optimizer(1, temporaries=2, is_elementwise=False, squares=2),  # momentum, statistics and their roots
     "sgd": Optimizer(0),
 }
+
+GATHERED_BYTES = 2**28
+"""Bytes of whole tensors that stay for what a step does next: `runtime.optimizers.memory.RESIDENT_BYTES`."""
 
 
 def optimizer_of(name: str | None) -> Optimizer:
@@ -61,26 +77,55 @@ def optimizer_of(name: str | None) -> Optimizer:
     return OPTIMIZERS[name]
 
 
-def optimizer_state_bytes(name: str | None, shape: Shape, dtype: str = "float32") -> int:
-    """Bytes of optimizer state of a parameter slice: torch keeps state in the parameter's own dtype, masters aside."""
+def optimizer_state_bytes(name: str | None, shape: Shape, dtype: str = "float32", whole: Shape | None = None) -> int:
+    """Bytes of optimizer state of a parameter slice, of the parameter's `whole` shape: torch keeps state in the
+    parameter's own dtype, masters aside. Square matrices are cut into as many parts as the parameter."""
     kind = optimizer_of(name)
-    elements = kind.copies * math.prod(shape)
+    elements = kind.copies_of(shape) * math.prod(shape)
     if kind.factored:
         elements += math.prod(shape[:-1]) + math.prod((*shape[:-2], shape[-1])) if len(shape) > 1 else math.prod(shape)
+    if kind.squares and len(shape) > 1:
+        full = whole or shape
+        squares = kind.squares * sum(length * length for length in full)
+        elements += -(-squares * math.prod(shape) // max(math.prod(full), 1))
     return elements * DTYPE_BYTES["float32" if kind.in_float32 else dtype]
 
 
-def optimizer_workspace_bytes(name: str | None, shape: Shape, dtype: str = "float32") -> tuple[int, int]:
-    """Bytes that updating a parameter slice takes for a while, and those of them that stay until the next one's."""
-    size, temporaries = math.prod(shape) * DTYPE_BYTES[dtype], optimizer_of(name).temporaries
-    return temporaries * size, size if temporaries else 0
+def gathered_bytes(name: str | None, shape: Shape, whole: Shape, dtype: str = "float32") -> int:
+    """Bytes of whole tensors that stand in for a parameter slice, its gradient and its state, while it is stepped."""
+    kind = optimizer_of(name)
+    if kind.is_elementwise or shape == whole:
+        return 0
+    return 2 * math.prod(whole) * DTYPE_BYTES[dtype] + optimizer_state_bytes(name, whole, dtype)
 
 
-def optimizer_moved_bytes(name: str | None, shape: Shape, dtype: str = "float32") -> int:
+def optimizer_workspace_bytes(
+    name: str | None, shape: Shape, dtype: str = "float32", whole: Shape | None = None
+) -> tuple[int, int]:
+    """Bytes that updating a parameter slice takes for a while, and those of them that stay until the next one's.
+
+    Where it is gathered, what is gathered stays as well, up to GATHERED_BYTES of it.
+    """
+    gathered = gathered_bytes(name, shape, whole or shape, dtype)
+    size = math.prod(whole or shape if gathered else shape) * DTYPE_BYTES[dtype]
+    temporaries = optimizer_of(name).temporaries
+    return temporaries * size + gathered, gathered or (size if temporaries else 0)
+
+
+def most_workspace(workspaces: Iterable[tuple[int, int]], is_elementwise: bool) -> int:
+    """The most bytes that updating parameters, one after the other, takes at a time."""
+    most = before = 0
+    for taken, kept in workspaces:
+        most = max(most, before + taken)
+        before = kept if is_elementwise else min(before + kept, max(GATHERED_BYTES, kept))
+    return most
+
+
+def optimizer_moved_bytes(name: str | None, shape: Shape, dtype: str = "float32", whole: Shape | None = None) -> int:
     """Bytes that one step reads and writes: gradient and parameter read, parameter written, state both."""
     if name is None or name == "none":
         return 0
-    return 3 * math.prod(shape) * DTYPE_BYTES[dtype] + 2 * optimizer_state_bytes(name, shape, dtype)
+    return 3 * math.prod(shape) * DTYPE_BYTES[dtype] + 2 * optimizer_state_bytes(name, shape, dtype, whole)
 
 
 # What a view shares ----------------------------------------

@@ -279,7 +279,7 @@ class ProfiledCosts:
         for row, storage in enumerate(storages):
             local = self._local(tensor.shape, storage.placement)
             kept = (2 if trains else 1) * master * math.prod(local)
-            kept += optimizer_state_bytes(self.optimizer, local, dtype) if trains else 0
+            kept += optimizer_state_bytes(self.optimizer, local, dtype, tensor.shape) if trains else 0
             waits = trains and self.microbatches > 1 and not storage.reduce_each_microbatch
             copies = tensor.itemsize + (master if waits else 0)
             is_copy = [not storage.regather and (master != tensor.itemsize or _is_cut(storage, use)) for use in uses]

@@ -35,6 +35,7 @@ from autopar.runtime.lowering.statistics import *
 from autopar.runtime.lowering.windows import *
 from autopar.runtime.lowering.writes import *
 from autopar.runtime.mesh import Axis, RankMesh, make_rank_mesh
+from autopar.runtime.optimizers import declare_optimizer
 from autopar.runtime.placement import local_offset, local_size
 from autopar.runtime.randomness import draw, reference_dropout, seed_dropout, set_exact_dropout
 from autopar.runtime.rank import Rank
@@ -67,6 +68,7 @@ __all__ = [
     "build",
     "computed_once",
     "count_bytes",
+    "declare_optimizer",
     "draw",
     "folded",
     "hooked",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -144,6 +144,7 @@ def _load(path: Path, rank: Rank, optimizer: Optimizer | None, extra: Mapping[st
     if optimizer is not None:
         _check_optimizer(path, found)
         optimizer.zero_grad()  # torch makes the state that is to be loaded by a step without gradients
+        _complete_state(optimizer, own.shapes, found)
         held = _torch_state(rank, optimizer)
         state["optimizer"] = own.only_saved(own.add_optimizer(held), found)
     planner = SlicesReader(own.slices)
@@ -282,6 +283,35 @@ def _optimizer_state(rank: Rank, optimizer: Optimizer) -> dict[str, Any]:
 def _torch_state(rank: Rank, optimizer: Optimizer) -> dict[str, Any]:
     with _named_alone(rank, optimizer):
         return get_optimizer_state_dict(rank, optimizer)
+
+
+def _complete_state(optimizer: Optimizer, names: Container[str], saved: Mapping[str, Any]) -> None:
+    """Makes what is to be loaded by a step without gradients, of an optimizer that has some state from the start, such
+    as a mark of what is a matrix: torch does so only where there is none."""
+    held = {key for item in optimizer.state.values() if isinstance(item, dict) for key in item}
+    keys = {_key_of(path, names) for path in saved if path.startswith(_STATE)} - {""}
+    if not optimizer.state or keys <= set(map(str, held)):
+        return
+    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    for group, rate in rates:
+        group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+    optimizer.step()
+    for group, rate in rates:
+        group["lr"] = rate
+    optimizer.zero_grad()
+
+
+_STATE = "optimizer.state."
+
+
+def _key_of(path: str, names: Container[str]) -> str:
+    """The key of a parameter's state that a path in a checkpoint leads to; empty where it is of no parameter here."""
+    parts = path.removeprefix(_STATE).split(".")
+    return next((parts[k] for k in range(len(parts) - 1, 0, -1) if ".".join(parts[:k]) in names), "")
 
 
 @contextmanager

@@ -110,6 +110,19 @@ class PipelineState(ProgramState):
         super().__init__(parameters, buffers, tied, RankMesh((), None, device))
         self._parts, self._catalog, self._ties, self._world = parts, catalog, ties, world
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """See `ProgramState.group`."""
+        return self._world
+
+    def source_of(self, name: str) -> int:
+        """See `ProgramState.source_of`: the first rank of the first stage that stores it."""
+        return self._catalog.first_ranks[self._catalog.stages[name][0]]
+
+    def speaks_for(self, name: str) -> bool:
+        """See `ProgramState.speaks_for`."""
+        return self._catalog.stages[name][0] in self._parts
+
     def sum_ties(self) -> None:
         """Sums the step's gradients of tied parameters over their stages."""
         for tie in self._ties:

@@ -54,7 +54,7 @@ class Rank(Kept):
                 module._non_persistent_buffers_set.add(last)
         nothing = nn.Parameter(torch.empty(0, device=mesh.device))
         self.__dict__.update(_contents=Contents(self), _nothing=nothing, _checked_steps=0)
-        outside.register(state.parameters.values(), mesh.size, self.num_stages)
+        outside.register(state, nothing)
 
     _contents: Contents
     _nothing: nn.Parameter

@@ -43,6 +43,9 @@ class SavedState:
             for key, value in held[name].items():
                 if _is_cut_like(value, self._packed[name]):
                     self._add(("optimizer", "state"), key, name, value)
+                elif isinstance(value, dict) and set(value) == set(self.sources[name]):
+                    for source, item in value.items():
+                        own.setdefault(source, {}).setdefault(key, item)
                 else:
                     self._check_equal(name, key, value)
                     for source in self.sources[name]:
@@ -88,8 +91,9 @@ class SavedState:
         for name, sources in self.sources.items():
             kept = [source for source in sources if source in self._kept]
             if name in held["state"] and kept:
-                common = loaded["state"].get(kept[0], {})  # each a step count of its own
-                state[name] = {**held["state"][name], **{key: deepcopy(value) for key, value in common.items()}}
+                found = {source: loaded["state"].get(source, {}) for source in kept}
+                common = {key: _joined(key, found, sources) for key in found[kept[0]]}  # each a step count of its own
+                state[name] = {**held["state"][name], **common}
         groups = [{**group, "params": self._as_stored(group["params"])} for group in loaded["param_groups"]]
         return {**loaded, "state": state, "param_groups": groups}
 
@@ -99,6 +103,22 @@ class SavedState:
         for name, sources in self.sources.items():
             first[sources[0]].append(name)
         return [stored for name in names for stored in first.get(name, [name])]
+
+
+def _joined(key: str, found: Mapping[str, State], sources: Iterable[str]) -> Any:
+    """What is kept for all parameters alike that a packed one is made of, or what is for each, by its name."""
+    values = [item[key] for item in found.values()]
+    if all(_is_equal(value, values[0]) for value in values):
+        return deepcopy(values[0])
+    return {source: deepcopy(found.get(source, next(iter(found.values())))[key]) for source in sources}
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Of single numbers. Tensors of several are a parameter's own."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        both = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return both and not one.dim() and not other.dim() and bool(one == other)
+    return bool(one == other) and not isinstance(one, dict | list | tuple)
 
 
 def _is_cut_like(value: Any, parameter: StoredParameter) -> bool:

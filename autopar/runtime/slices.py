@@ -53,13 +53,13 @@ def slices_of(parameter: StoredParameter, tensor: Tensor) -> Iterator[tuple[str,
     local = local_part(tensor).detach()
     for part in parts_of(parameter.name, parameter.declared):
         sliced = Sliced(torch.Size(part.shape))
-        found = _slice(part, own, local)
+        found = slice_of(part, own, local)
         if found is not None:
             sliced.chunks[found[0]] = found[1]
         yield part.name, sliced
 
 
-def _slice(part: PackedPart, own: tuple[slice, ...], local: Tensor) -> tuple[torch.Size, Tensor] | None:
+def slice_of(part: PackedPart, own: tuple[slice, ...], local: Tensor) -> tuple[torch.Size, Tensor] | None:
     """What a rank has of a part, as the model has it, and its offset there; None where it has none."""
     starts, lengths = [], []
     for target, here in zip(part.target, own, strict=True):

@@ -120,6 +120,24 @@ class ProgramState:
         """Between stored names and the model's."""
         return Packings(self._declared())
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks of all stages, where there are several; None where each rank has a part of every tensor."""
+        return None
+
+    def source_of(self, name: str) -> int:
+        """The rank that speaks for a stored tensor, where `group` is not None."""
+        raise AssertionError(f"every rank has a part of {name}")
+
+    def speaks_for(self, name: str) -> bool:
+        """Whether this rank is among those that speak for a stored tensor: its parts make up the tensor."""
+        return name in self.parameters
+
+    @property
+    def declared(self) -> dict[str, Parameter]:
+        """Every parameter that the program stores, on any rank."""
+        return {name: item for name, item in self._declared().items() if isinstance(item, Parameter)}
+
     def _persistent(self) -> dict[str, StoredParameter | StoredBuffer]:
         """What a state_dict holds."""
         return {**self.parameters, **{name: b for name, b in self.buffers.items() if b.declared.persistent}}

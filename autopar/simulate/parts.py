@@ -22,10 +22,9 @@ from typing import NamedTuple
 
 from autopar.clock import worked
 from autopar.cost import Profile
-from autopar.cost.memory import optimizer_moved_bytes
 from autopar.ir.branches import Coordinates, in_order
 from autopar.ir.graph import Graph, Node
-from autopar.ir.placement import Placement, evenly, local_shape
+from autopar.ir.placement import Placement
 from autopar.ir.plan import NodePlan, StagePlan, Storage
 from autopar.ir.redistribution import Step
 from autopar.ir.schedule import FORWARD
@@ -333,8 +332,7 @@ class PartLowering(Lowering):
         kept = self.graph.kept(tensor)
         key = kept.shape, kept.dtype, storage.placement
         if key not in self._moved:
-            shape = local_shape(self.graph.tensors[tensor].shape, storage.placement, evenly(self.plan.axes))
-            self._moved[key] = optimizer_moved_bytes(self.plan.optimizer, shape, kept.dtype)
+            self._moved[key] = self._update_bytes(kept.shape, kept.dtype, storage.placement)
         return self._moved[key]
 
     def route(self, tensor: str, target: Placement) -> tuple[Step, ...]:

@@ -28,12 +28,12 @@ from autopar.cost.compute import (
 from autopar.cost.fusion import Fused, compiled_time_ns, fusions
 from autopar.cost.memory import (
     lowered_memory,
-    optimizer_moved_bytes,
     optimizer_state_bytes,
     optimizer_workspace_bytes,
     workspace_bytes,
 )
 from autopar.cost.profile import ACROSS, INSIDE, Waits
+from autopar.cost.updates import update_bytes
 from autopar.errors import PlanError
 from autopar.ir.branches import (
     Coordinates,
@@ -931,11 +931,16 @@ class Lowering:
             shape = self._stored_shape(name)
             known = self.prices.stored[key] = StoredPrice(
                 math.prod(shape) * tensor.itemsize,
-                optimizer_state_bytes(optimizer, shape, tensor.dtype),
-                optimizer_moved_bytes(optimizer, shape, tensor.dtype),
-                optimizer_workspace_bytes(optimizer, shape, tensor.dtype),
+                optimizer_state_bytes(optimizer, shape, tensor.dtype, tensor.shape),
+                self._update_bytes(tensor.shape, tensor.dtype, self.plan.storage[name].placement),
+                optimizer_workspace_bytes(optimizer, shape, tensor.dtype, tensor.shape),
             )
         return known
+
+    def _update_bytes(self, whole: tuple[int, ...], dtype: str, placement: Placement) -> int:
+        """What an update moves, with what takes as long as gathering for it."""
+        axes = evenly(self.plan.axes)
+        return update_bytes(self.plan.optimizer, whole, dtype, placement, axes, self.per_node, self.profile)
 
     def _stored_shape(self, tensor: str) -> tuple[int, ...]:
         placement = self.plan.storage[tensor].placement

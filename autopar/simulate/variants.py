@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
+from autopar.cost.memory import most_workspace, optimizer_of
 from autopar.ir.branches import Coordinates
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Placement
@@ -437,9 +438,9 @@ class Variants:
         for number in changed:
             self._stored_prices[number] = lowering.stored_price(stored[number].tensor)
         trained = [p for p, item in zip(self._stored_prices, stored, strict=True) if item.requires_grad]
-        moved, most, before = sum([price.moved_bytes for price in trained]), 0, 0
-        for taken, kept in [price.workspace for price in trained]:
-            most, before = max(most, before + taken), kept
+        moved = sum([price.moved_bytes for price in trained])
+        is_elementwise = optimizer_of(plan.optimizer).is_elementwise
+        most = most_workspace([price.workspace for price in trained], is_elementwise)
         self._updated = (lowering.optimizer_ns(moved, len(trained)) if moved else 0), most
 
     def resident_bytes(self, plan: StagePlan, parts: Sequence[Part]) -> int:

@@ -14,7 +14,7 @@ import argparse
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,8 @@ def model_of(sequences: int) -> tuple[torch.nn.Module, Any]:
         return llama.build(config), llama.example_inputs(config)
 
 
-def grid(sequences: int) -> Iterator[dict[str, Any]]:
-    """The options of each template."""
+def grid(sequences: int, only: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any]]:
+    """The options of each template that is wanted."""
     sizes = [2**power for power in range(7)]
     for tp, pp, cp in itertools.product(sizes[:4], sizes[:4], sizes):
         dp = DEVICES // (tp * pp * cp)
@@ -52,10 +52,12 @@ def grid(sequences: int) -> Iterator[dict[str, Any]]:
         zeros = (0, 1, 3) if dp * cp > 1 else (0,)
         ways = CONTEXTS if cp > 1 else CONTEXTS[:1]
         for recompute, zero, way, count in itertools.product(("none", "block", "full"), zeros, ways, counts):
-            yield {
+            options = {
                 "dp": dp, "tp": tp, "pp": pp, "cp": cp, "context": way, "zero": zero, "recompute": recompute,
                 "microbatches": count,
             }  # fmt: skip
+            if only(options):
+                yield options
 
 
 def name_of(options: dict[str, Any]) -> str:
@@ -77,13 +79,18 @@ def main() -> int:
     parser.add_argument("--search", default="default")
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--plan-only", action="store_true")
+    parser.add_argument("--zero", type=int, nargs="*", default=[0, 1, 3], help="a part of the grid")
+    parser.add_argument("--pp", type=int, nargs="*", default=[1, 2, 4, 8], help="a part of the grid")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     record = options.output.with_suffix(".json") if options.output else None
     known = json.loads(record.read_text()) if record and record.exists() else {}
     found: dict[str, Any] = {"sequences": options.sequences, "plan": planned(options.sequences, options.search)}
     print(json.dumps(found["plan"]), flush=True)
-    found["rows"] = [] if options.plan_only else rows_of(options.sequences, known.get("rows", []), record, found)
+    wanted = list(grid(options.sequences, lambda one: one["zero"] in options.zero and one["pp"] in options.pp))
+    found["rows"] = (
+        [] if options.plan_only else rows_of(wanted, options.sequences, known.get("rows", []), record, found)
+    )
     best = min((row["step_ms"] for row in found["rows"] if "step_ms" in row), default=None)
     told = {**facts("benchmarks.quality.contexts"), "profile": profile_told("h100")}
     text = f"plan: {found['plan']}  \nbest template: {best} ms of {len(found['rows'])}"
@@ -114,13 +121,15 @@ def planned(sequences: int, search: str) -> dict[str, Any]:
     }
 
 
-def rows_of(sequences: int, known: list[dict[str, Any]], record: Path | None, found: dict[str, Any]) -> list[Any]:
+def rows_of(
+    wanted: list[dict[str, Any]], sequences: int, known: list[Any], record: Path | None, found: dict[str, Any]
+) -> list[Any]:
     """A row for each template; written as they come."""
     graph = trace(*model_of(sequences), compute_dtype=torch.bfloat16)
     mesh = autopar.Mesh("h100", nodes=DEVICES // IN_NODE, devices_per_node=IN_NODE)
     by_name = {row["template"]: row for row in known}
     rows = []
-    for options in grid(sequences):
+    for options in wanted:
         row = by_name.get(name_of(options)) or template_row(graph, mesh, options)
         rows.append(row)
         print(json.dumps(row), flush=True)

@@ -135,5 +135,5 @@ def test_optimizer_state() -> None:
     }
     assert optimizer_state_bytes("sgd", shape) == optimizer_state_bytes(None, shape) == 0
     assert optimizer_moved_bytes("adamw", shape) == 7 * 800
-    with pytest.raises(PlanError, match=r"expected an optimizer whose memory is known \(adafactor, .*found 'muon'"):
-        optimizer_state_bytes("muon", shape)
+    with pytest.raises(PlanError, match=r"expected an optimizer whose memory is known \(adafactor, .*found 'newton'"):
+        optimizer_state_bytes("newton", shape)

@@ -17,6 +17,7 @@ from autopar.errors import AutoparError, PlanError
 from autopar.families import faster_templates
 from autopar.request import BUDGETS, Request
 from autopar.rewrites import for_sequences, with_contexts
+from autopar.runtime.lowering.parts import PartCall, PartQueries, part_gradients, part_over
 from autopar.template import CONTEXTS, attention_nodes
 from autopar.trace import trace
 from autopar.tunables import LONG_SEQUENCE
@@ -104,6 +105,16 @@ def test_activations_of_two_ranks_are_a_half(context: str) -> None:
     of_ranks = pool(2).run(saved_on_rank, program.source, dict(model.state_dict()), batch)
     whole = saved_bytes(model.parameters(), lambda: model(**batch))
     assert [round(2 * kept / whole, 2) for kept in of_ranks] == pytest.approx([1, 1], abs=0.05)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 4, 8), (2, 0, 4, 8), (2, 2, 0, 8)])
+def test_a_rank_without_a_sample_head_or_query_computes_nothing(shape: tuple[int, ...]) -> None:
+    """Found by a random program: torch's kernel on CPUs divides by the number of samples, and the process ends."""
+    query, key, call = torch.randn(shape), torch.randn(*shape[:2], 4, 8), PartCall(False, 1.0)
+    part = part_over(query, key, key, call)
+    found = part_gradients(PartQueries(query, part.result, part.result, part.sums), key, key, call)
+    assert [x.shape for x in found] == [query.shape, key.shape, key.shape]
+    assert not any(x.any() for x in found)
 
 
 class Images(nn.Module):

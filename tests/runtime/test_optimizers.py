@@ -120,15 +120,31 @@ def test_every_optimizer_of_torch_is_named() -> None:
     assert kinds - {"Optimizer"} == {*ON_SHARDS, *NOT_ON_SHARDS}
 
 
-def refused(rank: int, world: int) -> str:
+def with_lbfgs(rank: int, world: int) -> dict[str, Tensor]:
     part = rt.build(Sharded)
     part.load_full_state_dict(start())
-    optimizer = torch.optim.LBFGS(part.parameters())
-    with pytest.raises(rt.ProgramError) as raised:
-        optimizer.step(lambda: part.train_step(torch.tensor(0.5)))
-    return str(raised.value)
+    optimizer = torch.optim.LBFGS(part.parameters(), lr=0.1, max_iter=4)
+    for step in range(2):
+        optimizer.step(lambda step=step: _trained_anew(part, optimizer, step))
+    return part.full_state_dict()
 
 
-def test_lbfgs_is_refused(rank_pool: Callable[[int], RankPool]) -> None:
-    for told in rank_pool(2).run(refused):
-        assert "found LBFGS, which joins all of them in one vector that none of the 2 ranks has. Take another" in told
+def _trained_anew(part: rt.Rank, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    optimizer.zero_grad()
+    return part.train_step(torch.tensor(0.5 + step))
+
+
+def test_lbfgs_has_one_vector_of_all_parameters(rank_pool: Callable[[int], RankPool]) -> None:
+    parameters = {key: nn.Parameter(tensor) for key, tensor in start().items()}
+    optimizer = torch.optim.LBFGS(parameters.values(), lr=0.1, max_iter=4)
+
+    def closure(step: int) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(parameters, torch.tensor(0.5 + step))
+        loss.backward()
+        return loss.detach()
+
+    for step in range(2):
+        optimizer.step(lambda step=step: closure(step))
+    for found in rank_pool(2).run(with_lbfgs):
+        torch.testing.assert_close(found, {k: p.detach() for k, p in parameters.items()}, rtol=1e-4, atol=1e-5)

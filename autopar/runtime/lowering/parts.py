@@ -87,6 +87,8 @@ def add_part(whole: AttentionPart, rows: slice, part: AttentionPart) -> None:
 
 def part_over(query: Tensor, key: Tensor, value: Tensor, call: PartCall) -> AttentionPart:
     """Attention over some keys; causal over as many as there are queries."""
+    if not query.numel() or not key.numel():  # kernels divide by their sizes
+        return empty_part(query, value.size(-1))
     kernel = _kernel(query, value, call)
     if kernel == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -116,6 +118,8 @@ def _weighted(weights: Tensor, value: Tensor, top: Tensor) -> AttentionPart:
 def part_gradients(own: PartQueries, key: Tensor, value: Tensor, call: PartCall) -> tuple[Tensor, Tensor, Tensor]:
     """Of the queries, keys and values of a part."""
     query, out, grad, sums = own
+    if not query.numel() or not key.numel():
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     kernel = _kernel(query, value, call)
     lse = sums.top + sums.total.log() if kernel else sums.top
     if kernel == "cpu":

@@ -202,7 +202,8 @@ def plan_of(graph: Graph, row: Row, software: Software) -> tuple[Graph, Plan]:
     plan = template_of_graph(
         graph, mesh, dp=row.dp, tp=row.tp, pp=row.pp, microbatches=row.microbatches, layers=stage_layers(row, software),
         schedule="interleaved" if row.vp > 1 else "1f1b", chunks=max(2, row.vp),
-        sequence_parallel=row.sequence_parallel and row.tp > 1, cp=row.cp, zero=row.zero if row.dp > 1 else 0,
+        sequence_parallel=row.sequence_parallel and row.tp > 1, cp=row.cp, context=software.context,
+        zero=row.zero if row.dp > 1 else 0,
         hsdp=row.hsdp if is_sharded else 1, recompute=row.recompute, optimizer="adamw",
         precision=None if row.precision == "fp32" else "bf16", memory_limit=ANY_MEMORY,
         constraints=decoder.constraints(row.tp, row.sequence_parallel),

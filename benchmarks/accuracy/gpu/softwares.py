@@ -30,7 +30,8 @@ class Software:
     (`memory.sent_ahead_bytes`), the part whose memory cannot be used again yet; pinned_spread: standard deviation of
     measured over predicted of that. cuts_activations: as in
     `autopar.simulate.Overlap`. attention: its kernel, where that is not the newest that the device's profile knows
-    ("flash2"). regathers: the norms of a layer after which
+    ("flash2"). context: how attention runs over sequences that are split, as `template_plan` calls it. regathers: the
+    norms of a layer after which
     sequence parallelism gathers, and gathers again in the backward pass. cut: how layers are given to stages, "even" or
     "threshold" (`by_threshold`). slowdowns: by family of operators, how many times as long as the device's curve they
     take: that is of one kernel a call, where a software may need several; on_hopper: how many times that again on these
@@ -50,6 +51,7 @@ class Software:
     pinned_spread: float
     cuts_activations: bool
     attention: str
+    context: str
     regathers: tuple[str, ...]
     cut: str
     slowdowns: Mapping[str, float]
