@@ -1,6 +1,6 @@
 """Mixtral 8×7B on 64 H100 under a power law, against the plan that is found for balanced routing, under the same law.
 
-    python -m benchmarks.routing.mixtral [--exponent 1.2] [--search default] [-o benchmarks/routing/mixtral.json]
+    python -m benchmarks.routing.mixtral [--exponent 1.2] [--search default] [--layers 32] [-o FILE]
 
 Both are searched alike; the one found for balanced routing is then predicted under the power law. Time is simulated.
 """
@@ -20,13 +20,13 @@ import autopar
 from benchmarks.facts import facts, profile_told
 
 
-def mixtral(tokens: int, length: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def mixtral(tokens: int, length: int, layers: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Mixtral 8×7B (its published configuration) in bfloat16, without weights, and so many tokens a step."""
     import transformers
 
     config = transformers.MixtralConfig(
-        vocab_size=32_000, hidden_size=4_096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2, use_cache=False,
+        vocab_size=32_000, hidden_size=4_096, intermediate_size=14_336, num_hidden_layers=layers,
+        num_attention_heads=32, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2, use_cache=False,
     )  # fmt: skip
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(config)
@@ -55,10 +55,11 @@ def main() -> None:
     parser.add_argument("--exponent", type=float, default=1.2)
     parser.add_argument("--tokens", type=int, default=2**20, help="of a step, on all devices")
     parser.add_argument("--length", type=int, default=4_096)
+    parser.add_argument("--layers", type=int, default=32, help="fewer are searched sooner")
     parser.add_argument("--search", default="default")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    model, batch = mixtral(options.tokens, options.length)
+    model, batch = mixtral(options.tokens, options.length, options.layers)
     mesh, law = autopar.Mesh("h100", nodes=8, devices_per_node=8), autopar.Routing.power_law(options.exponent)
     given: dict[str, Any] = {"precision": "bf16", "search": options.search, "check": False}
     rows: dict[str, Any] = {}
