@@ -147,7 +147,7 @@ def _product(batch: int, layout: str, m: int, n: int, k: int) -> Kernel:
 def _experts(call: WorkKey) -> list[tuple[int, float, int, int]]:
     """(experts, rows of each, features, width) of the products of routed or grouped experts; none of other calls.
 
-    Rows are taken to be spread evenly over the experts of a rank.
+    Rows are those of the busiest rank in the mean, spread evenly over its experts.
     """
     kind, shapes = operator(call.op).work, call.operand_shapes
     if kind is EXPERTS:

@@ -15,6 +15,8 @@ from autopar.cost.provenance import Provenance
 from autopar.cost.tables import Table, read_tables, write_table
 from autopar.errors import ProfileError
 from autopar.ir.graph import Node, Ref, Tensor
+from autopar.ir.routing import Routing
+from autopar.ops.loads import busiest
 from autopar.profiler import template_profile
 
 SOURCE = Provenance("published", "a test", "2026-11-26")
@@ -91,7 +93,7 @@ def test_batches_are_like_one_product_of_as_many_rows() -> None:
 
 
 def test_experts_are_a_product_each_of_their_share_of_the_rows() -> None:
-    """Eight experts of which four are here: 512 choices are 64 rows each."""
+    """Eight experts of which four are here: of 512 choices 256, and what the busier of two ranks has beyond that."""
     tokens, width, hidden = 256, 512, 1024
     shapes = (tokens, width), (tokens, 2), (tokens, 2), (4, width, hidden), (4, hidden, width)
     names = ("x", "ids", "weights", "up", "down")
@@ -101,7 +103,9 @@ def test_experts_are_a_product_each_of_their_share_of_the_rows() -> None:
     slow = like(ALONE, "NN bfloat16", 20.0)
     known = device(ALONE, slow, like(ALONE, "TN bfloat16", 30.0))
     forward, backward = node_time_ns(node, shapes, (shapes[0],), tensors, known)
-    flops = 2 * 4 * 64 * width * hidden * 2
+    rows = busiest(Routing.balanced(), tokens, 2, 8, 2).mean
+    assert 256 < rows < 272
+    flops = 2 * rows * width * hidden * 2
     assert forward == pytest.approx(20 * flops * 2e-3, rel=1e-3)
     assert backward == pytest.approx((1 + 30) * flops * 2e-3, rel=1e-3)
 
