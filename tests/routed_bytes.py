@@ -68,13 +68,15 @@ def _homes(expert: int, num_experts: int, axes: Sequence[Axis], up: Placement) -
     raise AssertionError(f"expert {expert} is nowhere")
 
 
-def bytes_of(graph: Graph, plan: Plan, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, int]:
+def bytes_of(
+    graph: Graph, plan: Plan, model: nn.Module, batch: Mapping[str, Tensor], traced: Graph | None = None
+) -> dict[str, int]:
     """What the first rank of a plan of one stage sends, by collective: as predicted, but for exchanges, which are those
-    of the routing that happens."""
+    of the routing that happens. traced: the model's own graph, where that of the plan has been rewritten."""
     predicted = {kind: size for kind, size in plan.predicted.comm_bytes.items() if size}
     if "exchange" not in predicted:
         return predicted
-    with as_routed(graph, model, batch):
+    with as_routed(traced or graph, model, batch):
         found = traffic(graph, plan)
     assert {**found, "exchange": 0} == {**predicted, "exchange": 0}
     return found

@@ -16,6 +16,7 @@ from autopar.rewrites import graph_of
 from tests.equivalence import planned, zoo
 from tests.equivalence.step import Step, compare, step_alone, step_on_rank
 from tests.rank_pool import pool
+from tests.routed_bytes import bytes_of
 
 CASES = [
     *((model, plan) for model in zoo.STEP_NAMES for plan in planned.STEP_PLANS),
@@ -34,10 +35,13 @@ def single(model_name: str) -> Step:
 def test_step_equals_model(model_name: str, plan_name: str) -> None:
     model, batch = zoo.build(model_name)
     program = planned.program(model_name, planned.plan(model_name, plan_name))
-    check_split(graph_of(program.plan, planned.graph(model_name)), program.plan)
+    traced = planned.graph(model_name)
+    graph = graph_of(program.plan, traced)
+    check_split(graph, program.plan)
     state = {**model.state_dict(), **dict(model.named_buffers())}
     ranks = pool(program.plan.mesh.num_devices).run(step_on_rank, program.source, state, batch)
-    faults = compare(single(model_name), ranks, program.plan.predicted.comm_bytes).faults()
+    sent = bytes_of(graph, program.plan, model, batch, traced)
+    faults = compare(single(model_name), ranks, sent).faults()
     assert not faults, "\n".join(faults)
 
 
