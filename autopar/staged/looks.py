@@ -161,7 +161,7 @@ class Looks:
         found = [*look.found]
         if look.curve is not None and look.floor_ns < self.bound_ns:
             with suppress(InfeasibleError):
-                found += self._variants(setting, *look.curve)
+                found += self._variants(setting, look, *look.curve)
         least = self.least(found)
         return Look(look.floor_ns, least, least, tuple(found), look.stride)
 
@@ -203,32 +203,32 @@ class Looks:
         """Whether memory keeps what fits, if anything does, from being about as fast as what was found."""
         return self.least(found) > MEMORY_BOUND * min(candidate.step_ns for candidate in found)
 
-    def _variants(self, setting: Setting, curve: TradeOffs, fastest: TradeOff) -> list[EstimatedStages]:
+    def _variants(self, setting: Setting, look: Look, curve: TradeOffs, fastest: TradeOff) -> list[EstimatedStages]:
         """For each recomputation the fastest placements that fit, where memory binds those that compute least again.
 
         What is computed again makes nothing faster: more of it is looked at where with less too little fits, as long as
-        the fastest placements are not slower than the best. Of these the most first: where none fit with that, none do
-        with less.
+        the fastest placements are not slower than the best, what less of it has found among that.
         """
-        found, likely = list[EstimatedStages](), [self._least_again]
-        for recompute in [*self.layered.recomputations][1:]:
-            found += (here := self.staged(setting, fastest, recompute))
-            is_slow = _floor(here) >= HOPELESS * self.bound_ns
-            if is_slow or not self._is_bound(here):
+        found, here, smallest = list[EstimatedStages](), [*look.found], curve.smallest(fastest)
+        for recompute in self.layered.recomputations:
+            if recompute != self._least_again:
+                found += (here := self.staged(setting, fastest, recompute))
+            if _floor(here) >= self._bound_beside(found) or not self._is_bound(here):
                 break
-            likely.append(recompute)
-        smallest = curve.smallest(fastest)
-        for recompute in reversed(likely):
             limits = replace(curve, in_flight=0) if recompute in ("extensive", "full") else curve
-            found += (here := self._fitted(setting, limits, (fastest, smallest), recompute))
-            if self.least(here) == NEVER:
-                break
+            found += self._fitted(setting, limits, (fastest, smallest), recompute, found)
         return found
 
+    def _bound_beside(self, found: Sequence[EstimatedStages]) -> float:
+        """What takes longer is no better than what is known, or was found meanwhile."""
+        return min(self.bound_ns, HOPELESS * self.least(found))
+
     def _fitted(
-        self, setting: Setting, curve: TradeOffs, ends: tuple[TradeOff, TradeOff], recompute: str
-    ) -> list[EstimatedStages]:
-        """Halves the hull between the fastest placements and the smallest, for the fastest that are not bound."""
+        self, setting: Setting, curve: TradeOffs, ends: tuple[TradeOff, TradeOff], recompute: str,
+        beside: Sequence[EstimatedStages],
+    ) -> list[EstimatedStages]:  # fmt: skip
+        """Halves the hull between the fastest placements and the smallest, for the fastest that are not bound; as long
+        as what does not fit is not slower than the best, what is found already (`beside`) among that."""
         fast, small = ends
         found = self.staged(setting, small, recompute)
         if self.least(found) == NEVER:
@@ -238,6 +238,8 @@ class Looks:
             if between is None:
                 break
             found += (here := self.staged(setting, between, recompute))
+            if self._is_bound(here) and _floor(here) >= self._bound_beside([*beside, *found]):
+                break
             fast, small = (between, small) if self._is_bound(here) else (fast, between)
         return found
 

@@ -92,11 +92,10 @@ class StagedSearch:
         return sorted(self.looks.candidates, key=lambda candidate: candidate.step_ns)
 
     def _by_first_look(self, clock: Clock) -> Iterator[tuple[int, LogicalMesh]]:
-        """The first shape, by which others are judged; of these, those that are likely to be the best first; then those
-        that there was no time for. Left out are those of a size whose first is far from a plan that is known.
+        """Those that are likely to be the best first; then those that there was no time for. Left out are those of a
+        size whose first is far from a plan that is known.
         """
-        yield from self.shapes[:1]
-        likely, far, later = list[tuple[int, int, int]](), set[int](), [*enumerate(self.shapes)][1:]
+        likely, far, later = list[tuple[int, int, int]](), set[int](), [*enumerate(self.shapes)]
         while later and not clock.is_over:
             number, (size, axes) = later.pop(0)
             if size not in far:
