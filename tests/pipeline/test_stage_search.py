@@ -98,7 +98,7 @@ def test_templates_near_the_best_have_all_their_microbatches_looked_at_where_ran
         if setting.zero is not None:
             least_ns[setting] = min(candidate.step_ns, least_ns.get(setting, candidate.step_ns))
     near = [setting for setting, step_ns in least_ns.items() if step_ns <= 1.25 * best_ns]
-    assert {setting.microbatches for setting in near} >= {1, 2, 4}
+    assert {setting.microbatches for setting in near} >= {1, 2}
     for setting in near:
         counts = {setting.microbatches // 2, setting.microbatches * 2} & set(search.layered.counts)
         assert all(replace(setting, microbatches=count) in least_ns for count in counts), setting
