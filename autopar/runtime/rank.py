@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.runtime import agreement, outside, randomness, state
@@ -21,6 +23,9 @@ from autopar.runtime.kept import Contents, Kept
 from autopar.runtime.local import Local
 from autopar.runtime.mesh import RankMesh
 from autopar.runtime.stored import StoredParameter
+from autopar.runtime.weights import initial, loading, saving
+from autopar.runtime.weights.naming import Layout, Rename, as_function
+from autopar.runtime.weights.parts import FilePart
 
 Microbatches = list[tuple[Tensor, ...]]
 """The local inputs of each microbatch."""
@@ -53,7 +58,7 @@ class Rank(Kept):
             if not buffer.declared.persistent:
                 module._non_persistent_buffers_set.add(last)
         nothing = nn.Parameter(torch.empty(0, device=mesh.device))
-        self.__dict__.update(_contents=Contents(self), _nothing=nothing, _checked_steps=0)
+        self.__dict__.update(_contents=Contents(self), _nothing=nothing, _checked_steps=0, _parts_in_files={})
         outside.register(state, nothing)
 
     _contents: Contents
@@ -313,6 +318,58 @@ class Rank(Kept):
         if not broadcast:
             agreement.check_weights(given, self.num_ranks)
         self.load_full_state_dict(self._state.initial() | given, broadcast=broadcast)
+
+    def load_safetensors(
+        self, path: str | Path, *, layout: str | None = None, rename: Rename = None, rotary: str = "interleaved",
+        head_dim: int | None = None, strict: bool = True, convert: bool = False,
+    ) -> loading.LoadedWeights:  # fmt: skip
+        """Loads Hugging Face's files: a folder, an index or one file. This rank reads its slices alone.
+
+        layout: "huggingface" or "meta", where files have the other's names than the model; Meta's and torchtitan's come
+        with rows of queries and keys for `rotary` embeddings of interleaved pairs, or of "halves" where both do so.
+        rename: from the model's names to the files'. convert: to dtypes that do not hold all values of the files'.
+        Raises ProgramError, with nothing loaded, for tensors that are missing or of another shape or dtype, and if
+        `strict` for those that the program has no use for. Prints as what was loaded, converted and left out.
+        """
+        form = Layout(layout, rotary, head_dim, as_function(rename))
+        told, parts = loading.load(self._state, self.num_ranks, path, form, strict=strict, convert=convert)
+        self.__dict__["_parts_in_files"] = parts
+        self.forget_constants()
+        return told
+
+    def init_weights(
+        self, model: nn.Module, *, seed: int = 0, init: Callable[[Any], object] | None = None
+    ) -> None:  # fmt: skip
+        """Starts from the model's own initialisation: its code runs on each rank, which keeps its shards alone.
+
+        model: on the meta device. The values are those of one CPU after `model.to_empty(device="cpu")`,
+        `torch.manual_seed(seed)` and `init(model)`, by default `init_weights()` where the model has one, else
+        `reset_parameters()` of each module, from the inside out. Raises ProgramError on what it does not set, or that
+        needs more than a tensor at a time.
+        """
+        agreement.together(lambda: initial.initialise(self._state, model, seed, init), self.num_ranks)
+        self.unite_tied()
+        self.forget_constants()
+
+    def save_safetensors(
+        self, folder: str | Path, *, layout: str | None = None, rename: Rename = None, rotary: str = "interleaved",
+        head_dim: int | None = None, dtype: torch.dtype | None = None, max_shard_bytes: int = saving.SHARD_BYTES,
+    ) -> Path:  # fmt: skip
+        """Writes Hugging Face's files to a folder without weights, whole or not at all; each rank writes its slices.
+
+        Tensors are named as they were in what `load_safetensors` read, else as in the model; or as `layout` and
+        `rename` say, see there. dtype: of floating-point tensors. Tied ones are written once. A config is not written:
+        `config.save_pretrained(folder)` does so. Returns the folder; raises ProgramError on all ranks.
+        """
+        form = Layout(layout, rotary, head_dim, as_function(rename))
+        parts = self._parts_in_files if layout is None and rename is None else {}
+        parts = saving.in_files(self._state, parts, form)
+        number = dist.get_rank() if dist.is_initialized() and self.num_ranks > 1 else 0
+        return saving.save(
+            self._state, self.num_ranks, number, folder, parts, dtype=dtype, max_shard_bytes=max_shard_bytes
+        )
+
+    _parts_in_files: dict[str, list[FilePart]]  # where files had the model's tensors that were loaded
 
     def unite_tied(self) -> None:
         """After setting parameters by hand: those that several stages store get the values that the first of them has.
