@@ -2,8 +2,9 @@
 
     python -m benchmarks.weights.run [--folder FOLDER]
 
-Four layers of Llama-3-8B with a vocabulary of 32,000, 1.1 billion bfloat16 parameters, are planned on the meta device, by tensor parallelism and
-by ZeRO-3. Its weights are written as two safetensors files with an index, of bytes that each rank checks afterwards.
+Four layers of Llama-3-8B with a vocabulary of 32,000, 1.1 billion bfloat16 parameters, are planned on the meta device,
+by tensor parallelism and by ZeRO-3. Their weights are written as two safetensors files with an index, of bytes that
+each rank checks afterwards.
 Peaks are the kernel's (VmHWM, with the pages of files that are mapped), against what the process had before it built
 its part of the program. Writes results.md.
 """

@@ -46,7 +46,7 @@ def initialise(state: ProgramState, model: nn.Module, seed: int, init: Initialis
     model = deepcopy(model)  # initialisation marks modules as done
     if hasattr(model, "tie_weights"):  # `transformers` ties what was set apart
         _untie(model, state.tied)
-    shards = _Shards(state, model)
+    shards = _TouchedTensors(state, model)
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
@@ -98,7 +98,7 @@ def _reset(module: nn.Module) -> None:
             return
 
 
-class _Shards:
+class _TouchedTensors:
     """The model's tensors by their memory on the meta device: real while they are touched, else in slices."""
 
     def __init__(self, state: ProgramState, model: nn.Module) -> None:
@@ -168,7 +168,7 @@ class _Shards:
 class _OnShards(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
     """Runs what is done to the model's meta tensors on real ones."""
 
-    def __init__(self, shards: _Shards) -> None:
+    def __init__(self, shards: _TouchedTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's
         self._shards = shards
 

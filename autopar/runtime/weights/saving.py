@@ -44,7 +44,7 @@ class WrittenTensor:
 
 
 @dataclass(slots=True)
-class Shard:
+class WeightFile:
     """A file, with its tensors by name."""
 
     name: str = ""
@@ -94,7 +94,7 @@ def save(
 
 def plan_shards(
     state: ProgramState, parts: Mapping[str, list[FilePart]], dtype: torch.dtype | None, max_shard_bytes: int
-) -> list[Shard]:
+) -> list[WeightFile]:
     """Files of at most so many bytes, or of one tensor that is larger; the tensors in the model's order."""
     keys: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name in wanted_shapes(state):
@@ -105,21 +105,21 @@ def plan_shards(
         for part in parts[name]:
             if keys.setdefault(part.key, (part.shape, used)) != (part.shape, used):
                 raise ProgramError(f"expected one dtype for all that goes to {part.key}, found another of {name}")
-    shards = [Shard()]
+    shards = [WeightFile()]
     filled = 0
     for key, (shape, used) in keys.items():
         size = math.prod(shape) * used.itemsize
         if shards[-1].tensors and filled + size > max_shard_bytes:
-            shards.append(Shard())
+            shards.append(WeightFile())
             filled = 0
         shards[-1].tensors[key] = WrittenTensor(shape, used, 0)
         filled += size
     return [_placed(shard, number, len(shards)) for number, shard in enumerate(shards, 1)]
 
 
-def _placed(shard: Shard, number: int, count: int) -> Shard:
+def _placed(shard: WeightFile, number: int, count: int) -> WeightFile:
     """With a name, and places for the tensors: the widest dtypes first, so that each is aligned."""
-    placed = Shard("model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors")
+    placed = WeightFile("model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors")
     start = 0
     for key, item in sorted(shard.tensors.items(), key=lambda pair: -pair[1].dtype.itemsize):
         placed.tensors[key] = WrittenTensor(item.shape, item.dtype, start)
@@ -127,7 +127,7 @@ def _placed(shard: Shard, number: int, count: int) -> Shard:
     return placed
 
 
-def _begin(folder: Path, shards: list[Shard]) -> None:
+def _begin(folder: Path, shards: list[WeightFile]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         there = [name for name in ("model.safetensors", f"model{INDEX_END}") if (folder / name).exists()]
@@ -147,7 +147,7 @@ def _begin(folder: Path, shards: list[Shard]) -> None:
 
 
 @torch.no_grad()
-def _write_own(state: ProgramState, folder: Path, shards: list[Shard], parts: Mapping[str, list[FilePart]]) -> int:
+def _write_own(state: ProgramState, folder: Path, shards: list[WeightFile], parts: Mapping[str, list[FilePart]]) -> int:
     """Writes what this rank speaks for, and returns the number of its bytes."""
     where = {key: shard for shard in shards for key in shard.tensors}
     shapes = wanted_shapes(state)
@@ -172,7 +172,7 @@ def _write_own(state: ProgramState, folder: Path, shards: list[Shard], parts: Ma
     return total
 
 
-def _write_part(file: int, shard: Shard, part: FilePart, own: OwnSlice) -> int:
+def _write_part(file: int, shard: WeightFile, part: FilePart, own: OwnSlice) -> int:
     both = overlap(own.region, part.target)
     item, begin = shard.tensors[part.key], len(shard.header())
     total = 0
@@ -224,13 +224,13 @@ def _write_all(file: int, data: memoryview, position: int) -> None:
         data, position = data[done:], position + done
 
 
-def _check_whole(written: int, shards: list[Shard]) -> None:
+def _check_whole(written: int, shards: list[WeightFile]) -> None:
     expected = sum(shard.num_bytes for shard in shards)
     if written != expected:
         raise ProgramError(f"expected to write {expected} bytes of weights, each once, found {written} written")
 
 
-def _publish(folder: Path, shards: list[Shard]) -> None:
+def _publish(folder: Path, shards: list[WeightFile]) -> None:
     try:
         for shard in shards:
             os.replace(folder / (shard.name + PART_END), folder / shard.name)
