@@ -238,6 +238,7 @@ class Layered:
             reduce_ns=columns["reduce_ns"],
             hide_ns=columns["hide_ns"],
             last_ns=columns["last_ns"],
+            begin_bytes=columns["begin_bytes"],
             resident_bytes=columns["resident_bytes"],
             gradient_bytes=columns["gradient_bytes"],
             travelling_bytes=columns["travelling_bytes"],
