@@ -38,6 +38,7 @@ from autopar.template import positions, template_axes, template_constraints, tem
 from autopar.trace import find_blocks
 from autopar.tunables import (
     ALIKE,
+    BESIDE_KNOWN,
     EXPOSED,
     FIRST_COUNT,
     LEAST_GAIN,
@@ -97,7 +98,8 @@ class ShortPlace(Place):
 
 class _BlockRecomputation(NamedTuple):
     """To compute blocks again. least_ns: what a step takes so by estimate. first: how many of the groups are tried at
-    first; saved: what all save in bytes; own_ns: what each costs; without_ns: what a step takes at least without."""
+    first; saved: what all save in bytes; own_ns: what each costs; without_ns: what a step takes at least without;
+    sending_ns: at least, for what it sends."""
 
     least_ns: int
     template: Template
@@ -106,18 +108,19 @@ class _BlockRecomputation(NamedTuple):
     saved: int
     own_ns: int
     without_ns: int
+    sending_ns: int
 
     @property
     def bound_ns(self) -> int:
-        """What a step takes at least where all that is gathered and reduced hides."""
-        return self.without_ns + self.first * self.own_ns
+        """What a step takes at least where all that is gathered and reduced hides as far as it can."""
+        return max(self.sending_ns, self.without_ns + self.first * self.own_ns)
 
 
 class Family:
     """The templates for a graph, each looked at once, and the fastest plan so far."""
 
-    def __init__(self, graph: Graph, plan: Plan | None, request: Request) -> None:
-        """plan: what was found so far, if anything."""
+    def __init__(self, graph: Graph, plan: Plan | None, request: Request, likely_ns: float = math.inf) -> None:
+        """plan: what was found so far, if anything. likely_ns: what a plan takes by estimate that may be found yet."""
         self.graph, self.request = graph, replace(request, budget=_BUDGET)
         self.is_tight = plan is not None and (plan.microbatches > 1 or bool(plan.recompute))
         self.profile = load_profile(request.mesh.profile)
@@ -125,7 +128,7 @@ class Family:
         self.paths = tuple(path for group in self.blocks.paths for path in group)
         self.folded = fold(graph, self.blocks, block_layers(graph, self.paths))
         self.shared = self.profile.shared_by(request.mesh.devices_per_node)
-        self.best_ns: float = math.inf if plan is None else plan.predicted.step_time_ns
+        self.best_ns: float = BESIDE_KNOWN * likely_ns if plan is None else plan.predicted.step_time_ns
         self.limit = request.memory_limit or self.shared.usable_bytes
         self.found: list[tuple[str, ShortPlace, Plan]] = []
         self.rows: list[Tried] = []
@@ -227,6 +230,8 @@ class Family:
         if known.needs(one.microbatches) > self.limit:
             self._refuse(one, f"needs {known.needs(one.microbatches):,} bytes a device at least")
             return False
+        if self._is_slower(one, known.sending_ns(one.microbatches)):
+            return False
         sharded = self._look(one)
         if sharded is None:
             return False
@@ -270,7 +275,11 @@ class Family:
                     sent_ns = known.sent_ns(count) + (again.sent_ns(count) - known.sent_ns(count)) * first // every
                     least_ns = known.least_ns + first * own_ns + round(sent_ns * EXPOSED)
                     template = replace(family, recompute=kind, microbatches=count)
-                    found.append(_BlockRecomputation(least_ns, template, groups, first, saved, own_ns, known.least_ns))
+                    found.append(
+                        _BlockRecomputation(
+                            least_ns, template, groups, first, saved, own_ns, known.least_ns, known.sending_ns(count)
+                        )
+                    )
         return sorted(found, key=lambda recomputation: recomputation.least_ns)
 
     def _recomputed(self, recomputation: _BlockRecomputation) -> bool:
@@ -363,12 +372,12 @@ class Family:
 
 
 def faster_templates(
-    graph: Graph, plan: Plan | None, request: Request, contexts: Sequence[str] = ()
+    graph: Graph, plan: Plan | None, request: Request, contexts: Sequence[str] = (), likely_ns: float = math.inf
 ) -> tuple[list[Tried], Iterator[tuple[Outline, Plan, Callable[[], Plan]]]]:
     """Templates of a graph that may be faster than a plan, if there is one: a row of the report for each that is looked
     at, and of those that fit the outline, the plan, and what states it for the step. contexts: those that split
-    sequences in these ways, and no others."""
-    family = Family(graph, plan, request)
+    sequences in these ways, and no others. likely_ns: see `Family`."""
+    family = Family(graph, plan, request, likely_ns)
     family.look_at_contexts(contexts) if contexts else family.look()
     found = ((place.outline, plan, partial(_stated, name, place, plan)) for name, place, plan in family.found)
     return family.rows, found
@@ -395,6 +404,10 @@ class _KnownTemplate:
         placements = self.place.placements
         sent = placements.unlimited(*_SOLVE).cost % SOFT_PENALTY_NS - self.least_ns
         return sent * microbatches // self.place.part.microbatches
+
+    def sending_ns(self, microbatches: int) -> int:
+        """What a step takes at least for that: links inside a node and between nodes are busy at the same time."""
+        return self.sent_ns(microbatches) // 2
 
     def usage(self, microbatches: int) -> int:
         """Estimated bytes a device of the fastest placements."""

@@ -6,6 +6,7 @@ search for stages leaves out what is far slower than the best of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from autopar.driver import Candidate, Context, Front, of_plan
@@ -13,15 +14,24 @@ from autopar.families import faster_templates
 from autopar.ir.plan import Plan
 from autopar.request import Request
 from autopar.rewrites import for_sequences
+from autopar.staged import template_stages
 from autopar.substitute import GraphCandidate
 from autopar.template import longest_sequence
 from autopar.tunables import FEW_DEVICES, LONG_SEQUENCE
 
 
 def outset(front: Front, context: Context) -> Iterator[Candidate]:
-    """The same before stages are looked for, where that takes long: they are bounded by the best template."""
+    """The same before stages are looked for, where that takes long: they are bounded by the best template; and that by
+    what templates of several stages take by estimate."""
     if front.round == 1 and _bounds_stages(context):
-        yield from _faster(front, context, None)
+        given = front.given.graph
+        begun = None
+        if not context.keeps_one_stage(given):
+            asked = context.asked_of(front.given)
+            begun = front.kept["begun", front.given] = template_stages(
+                given, context.blocks(given), asked, context.profile
+            )  # fmt: skip
+        yield from _faster(front, context, None, math.inf if begun is None else begun.best_ns)
 
 
 def template(front: Front, context: Context) -> Iterator[Candidate]:
@@ -50,9 +60,9 @@ def contexts(front: Front, context: Context) -> Iterator[Candidate]:
             yield of_plan(asked, *one)
 
 
-def _faster(front: Front, context: Context, plan: Plan | None) -> Iterator[Candidate]:
+def _faster(front: Front, context: Context, plan: Plan | None, likely_ns: float = math.inf) -> Iterator[Candidate]:
     if _is_open(context.request):
-        rows, found = faster_templates(front.given.graph, plan, context.request)
+        rows, found = faster_templates(front.given.graph, plan, context.request, likely_ns=likely_ns)
         context.rows += rows
         yield from (of_plan(front.given, *one) for one in found)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.ir.schedule import BACKWARD, FORWARD, SCHEDULES
+from autopar.ir.schedule import BACKWARD, SCHEDULES
 
 Int64Array = npt.NDArray[np.int64]
 _ROUNDS = 3
@@ -51,7 +51,8 @@ def most_held(
 def _fewest_alike(schedule: str, submeshes: int, microbatches: int) -> int:
     """The fewest microbatches, in rounds of the same size, of which as much is in flight as of so many."""
     rounds = max(1, microbatches // submeshes)
-    return microbatches // rounds * min(rounds, _ROUNDS) if SCHEDULES[schedule].makes_rounds else microbatches
+    a_round = microbatches // rounds if SCHEDULES[schedule].makes_rounds else submeshes
+    return min(microbatches, a_round * _ROUNDS)
 
 
 @cache

@@ -35,6 +35,16 @@ class Setting:
     zero: int | None = None
     splits_sequence: bool = False
 
+    @property
+    def template(self) -> str | None:
+        """As `template_plan` is asked for it; None where placements are free."""
+        if self.zero is None:
+            return None
+        said = {axis.name: axis.size for axis in self.axes} | {"pp": self.num_stages}
+        said |= {"zero": self.zero} if self.zero else {}
+        named = [f"{name}={value}" for name, value in said.items()]
+        return ", ".join([*named, "sequence_parallel=True"] if self.splits_sequence else named)
+
 
 @dataclass(frozen=True)
 class StageStrategy:
@@ -86,6 +96,7 @@ class EstimatedStages:
     def row(self) -> Tried:
         """What the report says of it."""
         return Tried(
+            template=None if self.is_mixed else self.ways[0].setting.template,
             mesh=" + ".join(dict.fromkeys(sizes_text(way.setting.axes) for way in self.ways)),
             stages=self.num_submeshes,
             microbatches=self.microbatches,
