@@ -2,6 +2,7 @@
 
     dp × tp, tp inside a node             → a problem on a short graph (`interop.fold`): least time, least memory
     dp × cp × tp, of long sequences       → the same of a graph whose sequences may be split
+    ep of dp, flat or in two levels       → the same, with ranks that share the experts
     what may be faster, and may fit       → placed on the whole model, played by layers (`simulate.Incremental`)
 
 A step takes no less than its operators and what is between them; what stored tensors are gathered and reduced for may
@@ -20,10 +21,12 @@ from typing import NamedTuple
 from autopar.clock import is_interrupted
 from autopar.collector import cached_method
 from autopar.errors import AutoparError, InfeasibleError
+from autopar.expert_parallel import EXCHANGES, expert_axes
 from autopar.interop import block_layers, fold
 from autopar.interop.submeshes import divisors
 from autopar.intraop import SOFT_PENALTY_NS, KeptParameter, Placements, prepare_placements
 from autopar.ir.graph import Graph, is_inside
+from autopar.ir.mesh import LogicalMesh
 from autopar.ir.outline import Outline
 from autopar.ir.placement import Type
 from autopar.ir.plan import Plan
@@ -42,6 +45,7 @@ from autopar.tunables import (
     EXPOSED,
     FIRST_COUNT,
     LEAST_GAIN,
+    MOST_AXES,
     NEAR_SHARDED,
     TEMPLATE_TRIES,
     USAGE_ABOVE,
@@ -68,6 +72,8 @@ class Template:
     sequence_parallel: bool = False
     cp: int = 1
     context: str = "gather"
+    ep: int = 1
+    exchange: str = "flat"
 
     def __str__(self) -> str:
         said = (
@@ -165,6 +171,29 @@ class Family:
                 likely_ns = self._look_at_context(among // cp, tp, cp, contexts)
                 if is_interrupted() or likely_ns > ALIKE * self.best_ns:
                     break  # where more ranks split a sequence, they send more
+
+    def look_at_experts(self, experts: int) -> None:
+        """At shapes whose ranks share so many experts, and send each token to those that it chose."""
+        for tp in divisors(self.request.mesh.devices_per_node):
+            dp = self.request.mesh.num_devices // tp
+            counts = self._counts_of(dp)
+            likely_ns = self._look_at_shared(dp, tp, experts, counts) if counts else 0.0
+            if is_interrupted() or (tp > 1 and likely_ns > ALIKE * self.best_ns):
+                break
+
+    def _look_at_shared(self, dp: int, tp: int, experts: int, counts: Sequence[int]) -> float:
+        """What a step likely takes where the ranks of a node share the experts, or those of more and more nodes, until
+        that is far from the best plan."""
+        near, found = self.request.mesh.devices_per_node // tp, list[float]()
+        sizes = [size for size in divisors(dp) if 1 < size <= experts]
+        for size in [*[size for size in sizes if size <= near][-1:], *(size for size in sizes if size > near)]:
+            ways = EXCHANGES if size > near > 1 and size % near == 0 else EXCHANGES[:1]
+            looks = [Template(dp, tp, 3 if dp > size else 0, ep=size, exchange=way) for way in ways]
+            looks = [look for look in looks if len(self._axes(look)) <= MOST_AXES]
+            found += [min(self._likely_ns(self._look_at(look, counts)) for look in looks)] if looks else []
+            if is_interrupted() or (found and found[-1] > ALIKE * self.best_ns):
+                break
+        return min(found, default=math.inf)
 
     def _look_at_context(self, dp: int, tp: int, cp: int, contexts: Sequence[str]) -> float:
         """What a step likely takes in the best of some ways, until one is far from the best plan."""
@@ -358,13 +387,19 @@ class Family:
         made = batch_types(self.parts(count)[1].graph)
         return {name: type_ for name, type_ in made.items() if self.blocks.representative_tensor(name) == name}
 
+    def _axes(self, one: Template) -> LogicalMesh:
+        return template_axes(
+            self.request.mesh, one.dp, one.tp, 1, cp=one.cp, ep=one.ep, exchange=one.exchange
+        )  # fmt: skip
+
     @cached_method
     def place(self, template: Template) -> ShortPlace:
-        axes = template_axes(self.request.mesh, template.dp, template.tp, 1, cp=template.cp)
+        one, axes = template, self._axes(template)
+        sharing = expert_axes(self.request.mesh, one.dp, one.tp, one.cp, one.ep, one.exchange).sharing
         whole, short, simulator = self.parts(template.microbatches)
         rules = template_constraints(
             short.graph, axes, template.zero, template.sequence_parallel, self.paths, self.batch(template.microbatches),
-            positions(short.graph, self.blocks, template.cp), template.context,
+            positions(short.graph, self.blocks, template.cp), template.context, sharing, self.blocks,
         )  # fmt: skip
         again = template_recompute(self.graph, self.paths, template.recompute)
         request = replace(self.request, constraints=(*rules, *self.request.constraints), recompute=again)
@@ -372,13 +407,20 @@ class Family:
 
 
 def faster_templates(
-    graph: Graph, plan: Plan | None, request: Request, contexts: Sequence[str] = (), likely_ns: float = math.inf
-) -> tuple[list[Tried], Iterator[tuple[Outline, Plan, Callable[[], Plan]]]]:
+    graph: Graph, plan: Plan | None, request: Request, contexts: Sequence[str] = (), experts: int = 0,
+    likely_ns: float = math.inf,
+) -> tuple[list[Tried], Iterator[tuple[Outline, Plan, Callable[[], Plan]]]]:  # fmt: skip
     """Templates of a graph that may be faster than a plan, if there is one: a row of the report for each that is looked
     at, and of those that fit the outline, the plan, and what states it for the step. contexts: those that split
-    sequences in these ways, and no others. likely_ns: see `Family`."""
+    sequences in these ways, and no others; experts: those whose ranks share as many at most, and no others. likely_ns:
+    see `Family`."""
     family = Family(graph, plan, request, likely_ns)
-    family.look_at_contexts(contexts) if contexts else family.look()
+    if contexts:
+        family.look_at_contexts(contexts)
+    elif experts:
+        family.look_at_experts(experts)
+    else:
+        family.look()
     found = ((place.outline, plan, partial(_stated, name, place, plan)) for name, place, plan in family.found)
     return family.rows, found
 

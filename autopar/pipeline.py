@@ -30,6 +30,7 @@ from autopar.microbatch import check_plan
 from autopar.odds import with_odds
 from autopar.passes.balance import balance
 from autopar.passes.branch import branch
+from autopar.passes.exchange import exchange, experts
 from autopar.passes.fit import fit
 from autopar.passes.keep import keep
 from autopar.passes.kinds import kinds
@@ -54,10 +55,12 @@ PASSES = (
     balance,  # a graph → on unequal devices, shares of each batch by speed
     kinds,  # a graph → on unequal devices, stages of one kind each
     contexts,  # a graph of long sequences → templates that split them, where they may be faster or nothing else fits
+    experts,  # a graph → templates whose ranks share experts, where they are faster or nothing else fits     TUTEL
     keep,  # a graph → on unequal devices, the best plan with fewer blocks computed again, stage by stage
     fit,  # a graph of which nothing fits → the plan of least memory, or the limit that would do
     template,  # the best plan → templates that people run, where they are faster
     rewrite,  # the best plan → graphs equal to the model's, to be planned near it                       TASO, Unity
+    exchange,  # the best plan → its tokens sent to experts in chunks, beside these, where it is faster       TUTEL
     branch,  # the best plan → operators side by side, where they are faster
     refine,  # the best plan → what MCMC finds around it                                                    FlexFlow
 )
@@ -153,7 +156,7 @@ def planned_jointly(
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
     """The fastest plan that fits of a traced model as it is. Raises like `parallelize`."""
     budget = replace(request.budget, substitutions=False)
-    passes = [one for one in PASSES if one is not contexts]
+    passes = [one for one in PASSES if one not in (contexts, exchange)]
     context = Context(replace(request, budget=budget), progress, reporting_passes(progress))
     return search(passes, graph, context)[1]
 

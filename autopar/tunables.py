@@ -212,6 +212,8 @@ that gather much are solved for nothing; at 1.05, one that wins without gatherin
 ALIKE = 1.03
 """Where a template is likely to take so many times the best step, it does so with the sequence split, too, and among
 more ranks."""
+MOST_AXES = 2
+"""Of templates whose ranks share experts: a third makes a problem take ten times as long, 4 s for two layers."""
 USAGE_ABOVE = 1.15
 """Placements may be estimated to need so many times what they do: not all that they need is needed at once. Less leaves
 out templates that fit; more plays some that do not."""

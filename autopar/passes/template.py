@@ -45,7 +45,7 @@ def contexts(front: Front, context: Context) -> Iterator[Candidate]:
     """Templates whose sequences are split, where they are long, of the graph that says where they may be."""
     pinned = sorted({rule.context for rule in context.request.constraints if rule.context is not None})
     given = front.given.graph
-    if front.round > 1 or not _is_open(context.request) or not (pinned or longest_sequence(given) >= LONG_SEQUENCE):
+    if front.round > 1 or not is_open(context.request) or not (pinned or longest_sequence(given) >= LONG_SEQUENCE):
         return
     best = front.best_of(front.given)
     plan = None if best is None else best.plan
@@ -61,7 +61,7 @@ def contexts(front: Front, context: Context) -> Iterator[Candidate]:
 
 
 def _faster(front: Front, context: Context, plan: Plan | None, likely_ns: float = math.inf) -> Iterator[Candidate]:
-    if _is_open(context.request):
+    if is_open(context.request):
         rows, found = faster_templates(front.given.graph, plan, context.request, likely_ns=likely_ns)
         context.rows += rows
         yield from (of_plan(front.given, *one) for one in found)
@@ -71,7 +71,7 @@ def _bounds_stages(context: Context) -> bool:
     return context.looks_for_stages and context.request.mesh.num_devices > FEW_DEVICES
 
 
-def _is_open(request: Request) -> bool:
+def is_open(request: Request) -> bool:
     """Whether constraints leave open what a template of one stage decides: its axes, stages, and recomputation."""
     rules, mesh = request.constraints, request.mesh
     is_open = all(rule.axis is None and rule.recompute is None and rule.stages in (None, 1) for rule in rules)
