@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from autopar.program import PlannedProgram, model_state
 from autopar.progress import Ended, Report, reporting_passes
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
 from autopar.rewrites import graph_of, under_routing, with_contexts
+from autopar.shapes import under_plan
 from autopar.simulate import Timeline, predict
 from autopar.step import simulated_step, with_simulator
 from autopar.template import check_context, check_hsdp, template_axes, template_ranks
@@ -88,6 +90,7 @@ def parallelize(
     search: str | SearchBudget = "default",
     progress: Report | None = None,
     check: bool = True,
+    shapes: Sequence[Any] = (),
 ) -> PlannedProgram:
     """Turns a single-device model into the fastest sharded program for a mesh that the search finds.
 
@@ -96,8 +99,10 @@ def parallelize(
     the 99th percentile. plan: a saved plan, used after validation instead of a search; its mode is taken too, and its
     routing, unless another is given, under which it is predicted anew. check: whether the traced graph is run beside
     the model where it has real weights, once for each graph of a model; the plan says what came of it, and a difference
-    is a TraceError. Ctrl-C ends a search with the best plan so far. Raises AutoparError subclasses; InfeasibleError
-    when nothing fits.
+    is a TraceError. shapes: further shapes of inputs that the program runs under the same placements, such as a short
+    last batch and bucketed lengths: each as example_inputs, with tuples of lengths for tensors; what it leaves out is
+    as there. One that the plan does not hold for is a PlanError. Ctrl-C ends a search with the best plan so far. Raises
+    AutoparError subclasses; InfeasibleError when nothing fits.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, constraints=constraints,
@@ -123,10 +128,20 @@ def parallelize(
     else:
         graph, plan = _under(routing, plan, graph)
     check_plan(graph, plan)
-    source = emit(graph, plan)
+    others = under_plan(plan, example_inputs, shapes, partial(_traced_as, given, check))
+    source = emit(graph, plan, others)
     ended("emit", f"{source.count(chr(10)):,} lines")
     plan = replace(with_simulator(plan, graph), checked_against_eager=against_eager)
     return PlannedProgram(graph, plan, source, model_state(with_loss(model, loss_fn)))
+
+
+def _traced_as(given: tuple[Any, ...], check: bool, example_inputs: Any) -> Graph:
+    """The graph of a model on other inputs, held against it."""
+    model, _, *rest = given
+    graph = _trace(model, example_inputs, *rest)
+    if check:
+        _checked_against_eager(graph, model, example_inputs, *rest)
+    return graph
 
 
 def _under(routing: Routing | None, plan: Plan, graph: Graph) -> tuple[Graph, Plan]:

@@ -171,7 +171,7 @@ def _text(key: str, value: Any) -> Iterator[str]:
     if isinstance(code, CodeType):
         yield key
         yield from _code(code)
-    elif key.isupper() and key != "STAGES":
+    elif key.isupper() and key not in ("STAGES", "OTHERS"):  # each is read by itself
         yield f"{key} {value!r}"
 
 

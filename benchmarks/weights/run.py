@@ -121,8 +121,9 @@ def main(folder: Path) -> None:
     lines, total = [], 0
     for name, choices in PLANS.items():
         source = planned(**choices)
+        print(f"planned {name}", flush=True)
         total = total or written(source, folder)
-        pool = RankPool(WORLD)
+        pool = RankPool(WORLD, timeout_s=500)
         found = pool.run(load, source, folder)
         pool.stop()
         for number, one in enumerate(found):
