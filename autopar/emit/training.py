@@ -180,7 +180,7 @@ def main(options: argparse.Namespace) -> None:
     if start >= options.steps and is_first:
         print(f"no step is left of {{options.steps}}: ask for more by --steps", flush=True)
     watch = rt.Watch(rank, every=options.save_every, minutes=options.save_minutes)
-    log = options.log.open("a") if options.log and is_first else None
+    log = options.log_file.open("a") if options.log_file and is_first else None
     began = time.perf_counter()
     for step, batch in zip(range(start, options.steps), data, strict=False):
         optimizer.zero_grad()
@@ -239,7 +239,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=5, help="steps from one checkpoint to the next")
     parser.add_argument("--save-minutes", type=float, help="minutes from one checkpoint to the next")
     parser.add_argument("--checkpoints", type=Path, default=HERE / "checkpoints", help="may be another plan's")
-    parser.add_argument("--log", type=Path, help="a file for each step's figures, a JSON object a line")
+    parser.add_argument("--log-file", type=Path, help="a file for each step's figures, a JSON object a line")
     parser.add_argument("--export", type=Path, help="a folder for the trained weights, in Hugging Face's files")
     return parser.parse_args(given)
 

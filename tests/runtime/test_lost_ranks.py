@@ -54,7 +54,7 @@ def watched(rank, weights):
     leaf.register_hook(strike)  # in the backward pass, before the first bucket of gradients is sent
 train.initialise = watched
 torch.set_num_threads(1)
-train.main(train.arguments(["--steps", os.environ["STEPS"], "--save-every", "2", "--log", str(here / "log")]))
+train.main(train.arguments(["--steps", os.environ["STEPS"], "--save-every", "2", "--log-file", str(here / "log")]))
 """
 
 
