@@ -1,4 +1,4 @@
-"""The `autopar` command: plan, show, explain, diff, report, simulate, emit, run, verify and profile."""
+"""The `autopar` command: plan, show, explain, diff, report, simulate, emit, run, verify, profile and audit."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import rich
 import torch
 
+from autopar.auditing import command as auditing
 from autopar.cost.memory import OPTIMIZERS
 from autopar.cost.profile import profile_to_json
 from autopar.cost.residuals import size_name
@@ -99,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     _reading(commands)
     _with_model(commands)
     _measuring(commands)
+    auditing.add_options(_command(commands, "audit", _audit, "judge another framework's configuration, and better it"))
     return parser
 
 
@@ -361,6 +363,10 @@ def _template(text: str | None) -> dict[str, Any] | None:
             )
         found[key] = kind(value)
     return found | ({"sequence_parallel": bool(found["sequence_parallel"])} if "sequence_parallel" in found else {})
+
+
+def _audit(options: argparse.Namespace) -> int:
+    return auditing.run(options, load_model)
 
 
 def _show(options: argparse.Namespace) -> int:
