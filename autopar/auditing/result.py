@@ -145,6 +145,7 @@ def audit(
         raise PlanError(f"expected recompute as one of {', '.join(RECOMPUTATIONS)}, found {recompute!r}")
     file, form = read_file(path, framework)
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    file = _on(file, mesh)
     sizes, models = _model(model, file)
     wanted = {"micro_batch": micro_batch, "global_batch": global_batch, "seq": seq_len, "recompute": recompute}
     said = {**sizes, **{name: value for name, value in wanted.items() if value is not None}}
@@ -214,6 +215,15 @@ def _judged(found: Audit, models: TracedModels) -> Audit:
         return replace(found, predicted=predicted(job, models))
     except AutoparError as error:
         return replace(found, refusal=f"template_plan cannot say this job: {error}")
+
+
+def _on(file: JobFile, mesh: Mesh | None) -> JobFile:
+    """The file, with a note where it names other devices than those that were given."""
+    job = file.job
+    if mesh is None or job.devices is None or job.devices == mesh.num_devices:
+        return file
+    why = f"judged on {mesh}, which was given, and not on the devices that the file says"
+    return _noted(file, "devices", f"{job.nodes} × {job.per_node}", why)
 
 
 def _noted(file: JobFile, key: str, value: str, why: str) -> JobFile:

@@ -28,7 +28,7 @@ NANOTRON = """# ours
 model:
   dtype: bfloat16
   model_config: {{hidden_size: 1024, intermediate_size: 4096, num_attention_heads: 16, num_key_value_heads: {kv_heads},
-    num_hidden_layers: 4, vocab_size: 32000, tie_word_embeddings: false}}
+    num_hidden_layers: 2, vocab_size: 32000, tie_word_embeddings: false}}
 optimizer: {{zero_stage: {zero}}}
 parallelism:
   dp: {dp}  # ranks with their own samples
@@ -85,7 +85,7 @@ def test_what_is_legal_and_slow_is_told_from_what_is_fine_and_bettered(job: Path
 
 ILLEGAL = {
     "product of degrees": {"dp": 4},
-    "at most 4": {"dp": 1, "pp": 8},
+    "at most 2": {"dp": 1, "pp": 8},
     "heads that tp=3 divides": {"tp": 3},
 }
 
@@ -120,6 +120,11 @@ def test_each_rule_finds_its_fault_and_no_other(job: Path, expected: str) -> Non
 def test_public_configurations_that_cannot_run_so(case: AuditCase) -> None:
     found = autopar.audit(case.path, case.mesh, case.model_path, search=None, **case.given)
     assert found.verdict == "illegal" and len(found.faults) == 1
+
+
+def test_devices_that_are_given_overrule_those_of_the_file_and_this_is_said() -> None:
+    found = autopar.audit(CONFIGS / "megatron_gpt3_175b.sh", "a100:1x4", search=None)
+    assert found.verdict == "illegal" and "devices = 1 × 8: judged on a100:1x4" in str(found)
 
 
 def test_what_has_to_be_said_beside_a_file_is_asked_for() -> None:
