@@ -43,6 +43,7 @@ _HOMES = {
 
 views.fill(
     {
+        "audit": "autopar.auditing.text:audit_text",
         "text": "autopar.show.text:plan_text",
         "difference": "autopar.show.text:diff_text",
         "explanation": "autopar.show.explain:explain_text",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.auditing.better import PLANS, best_job
 from autopar.auditing.flavors import read_config
-from autopar.auditing.frameworks import Framework, read_file, read_text
+from autopar.auditing.frameworks import FRAMEWORKS, Framework, read_file, read_text
 from autopar.auditing.job import RECOMPUTATIONS, JobFile, NotCarried, TrainingJob, completed, with_batch
 from autopar.auditing.legality import LegalityFault, faults
 from autopar.auditing.prediction import JobPrediction, TracedModels, check_known, predicted
@@ -21,6 +21,7 @@ from autopar.ir.mesh import Mesh, checked
 from autopar.ir.plan import Plan
 from autopar.pipeline import planned_jointly
 from autopar.request import BUDGETS, Request
+from autopar.views import view
 
 SLOW = 0.1
 """A job is called slow where the framework's own best is faster by more than this share."""
@@ -102,9 +103,7 @@ class Audit:
         Path(path).write_text(self.better_text(), encoding="utf-8")
 
     def __str__(self) -> str:
-        from autopar.auditing.text import audit_text
-
-        return audit_text(self)
+        return str(view("audit")(self))
 
 
 def read_back(found: Audit, text: str, new: TrainingJob) -> TrainingJob:
@@ -120,8 +119,6 @@ def read_back(found: Audit, text: str, new: TrainingJob) -> TrainingJob:
 
 
 def _name(framework: Framework) -> str:
-    from autopar.auditing.frameworks import FRAMEWORKS
-
     return next(name for name, one in FRAMEWORKS.items() if one is framework)
 
 
