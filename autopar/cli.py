@@ -28,7 +28,7 @@ from autopar.auditing import command as auditing
 from autopar.cost.memory import OPTIMIZERS
 from autopar.cost.profile import profile_to_json
 from autopar.cost.residuals import size_name
-from autopar.emit import script
+from autopar.emit import script_name
 from autopar.errors import AutoparError, InternalError, MeshError, PlanError
 from autopar.ir.constraint import Constraint
 from autopar.ir.mesh import Mesh
@@ -419,7 +419,7 @@ def _emit(options: argparse.Namespace) -> int:
     model, inputs = load_model(options.model, options.meta)
     folder = parallelize(model, plan.mesh, inputs, mode=plan.mode, plan=plan).save(options.output)
     nodes = f"--nnodes {plan.mesh.nodes} " if plan.mesh.nodes > 1 else ""
-    print(f"torchrun {nodes}--nproc-per-node {plan.mesh.devices_per_node} {folder / script(plan)[0]}")
+    print(f"torchrun {nodes}--nproc-per-node {plan.mesh.devices_per_node} {folder / script_name(plan)}")
     return 0
 
 
@@ -435,7 +435,7 @@ def _run(options: argparse.Namespace) -> int:
     found_here = str(Path(__file__).parents[1])  # the ranks import this autopar, also from a checkout
     paths = [found_here, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run([*command, str(options.output / script(plan)[0])], env=environment, check=False).returncode
+    return subprocess.run([*command, str(options.output / script_name(plan))], env=environment, check=False).returncode
 
 
 def _verify(options: argparse.Namespace) -> int:
