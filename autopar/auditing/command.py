@@ -46,8 +46,14 @@ def run(options: argparse.Namespace, load_model: LoadModel) -> int:
     if model is not None and not model.endswith(".json"):
         model = load_model(model, True)
 
+    told = list[str]()
+
     def tell(found: Audit) -> None:
-        print(found, flush=True)
+        lines = [printable(line) for line in searched_lines(found)] if told else str(found).split("\n")
+        for line in lines:
+            if line not in told:
+                print(line, flush=True)
+        told.extend(lines)
 
     found = audit(
         options.file, Mesh.parse(options.mesh) if options.mesh else None, model, framework=options.framework,
@@ -55,8 +61,7 @@ def run(options: argparse.Namespace, load_model: LoadModel) -> int:
         global_batch=options.global_batch, seq_len=options.seq_len, vocab_size=options.vocab_size,
         recompute=options.recompute, tell=tell,
     )  # fmt: skip
-    for line in searched_lines(found):
-        print(printable(line))
+    tell(found)
     if options.search != "none":
         print(f"  so it is     {found.verdict}")
     if options.output:

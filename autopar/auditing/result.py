@@ -133,7 +133,8 @@ def audit(
     mesh: the devices, where the file does not say them all. model: a Hugging Face config.json, or a module and its
     global batch, where the file has no sizes. framework: where the file's ending and keys do not tell. micro_batch,
     global_batch, seq_len, vocab_size, recompute: what the file leaves to a script. search: None judges alone, "fast",
-    "default" and "thorough" also look for better ones. tell: is called with what is known before the search. Nothing of
+    "default" and "thorough" also look for better ones. tell: is called with what is known before the
+    search, and with what the framework could do before autopar's own plan is looked for. Nothing of
     the file is executed or imported. Raises PlanError for a file that is malformed, or where something is missing.
     """
     if search is not None and search not in PLANS:
@@ -153,7 +154,12 @@ def audit(
     found = _judged(Audit(file, form, job, given=given), models)
     if tell is not None:
         tell(found)
-    return found if search is None else _searched(found, models, search)
+    if search is None:
+        return found
+    found = _bettered(found, models, search)
+    if tell is not None:
+        tell(found)
+    return _beside_own(found, models, search)
 
 
 def _given(job: TrainingJob, given: tuple[tuple[str, Any], ...]) -> TrainingJob:
@@ -227,8 +233,8 @@ def _noted(file: JobFile, key: str, value: str, why: str) -> JobFile:
     return replace(file, left=(*file.left, NotCarried(key, value, 0, "assumed", why)))
 
 
-def _searched(found: Audit, models: TracedModels, search: str) -> Audit:
-    """What the framework could do, and what autopar would."""
+def _bettered(found: Audit, models: TracedModels, search: str) -> Audit:
+    """With what the framework could do."""
     job = found.job
     if job.model is not None and not models.is_given and _is_whole(job):
         better, tried = best_job(found.file, job, found.framework, models, search)
@@ -239,7 +245,13 @@ def _searched(found: Audit, models: TracedModels, search: str) -> Audit:
             and better.step_ns >= found.predicted.step_ns
         ):
             better = found.predicted
-        found = replace(found, better=better, tried=tried)
+        return replace(found, better=better, tried=tried)
+    return found
+
+
+def _beside_own(found: Audit, models: TracedModels, search: str) -> Audit:
+    """With what autopar would do."""
+    job = found.job
     if not _is_whole(job) and not models.is_given:
         return found
     precision = "bf16" if job.precision == "bf16" else None

@@ -91,7 +91,7 @@ def _short(found: JobPrediction) -> str:
 def job_text(job: TrainingJob) -> str:
     """A job in one line."""
     degrees = [f"dp {job.data}"] if job.data else []
-    if job.zero and job.ranks_of_data > 1:
+    if job.zero and job.ranks_of_data * job.cp > 1:
         among = f" among {job.sharding_ranks}" if job.sharding_ranks < job.ranks_of_data else ""
         degrees[-1:] = [f"{degrees[-1]} with ZeRO-{job.zero}{among}"] if degrees else [f"ZeRO-{job.zero}"]
     degrees += [f"tp {job.tp}" + (" with sequence parallelism" if job.sequence_parallel else "")] if job.tp > 1 else []
