@@ -12,10 +12,7 @@ from autopar.driver import Candidate, Context, Front, of_plan
 from autopar.families import faster_templates
 from autopar.ir.plan import Plan
 from autopar.request import Request
-from autopar.rewrites import for_sequences
-from autopar.substitute import GraphCandidate
-from autopar.template import longest_sequence
-from autopar.tunables import FEW_DEVICES, LONG_SEQUENCE
+from autopar.tunables import FEW_DEVICES
 
 
 def outset(front: Front, context: Context) -> Iterator[Candidate]:
@@ -31,27 +28,8 @@ def template(front: Front, context: Context) -> Iterator[Candidate]:
         yield from _faster(front, context, best.plan)
 
 
-def contexts(front: Front, context: Context) -> Iterator[Candidate]:
-    """Templates whose sequences are split, where they are long, of the graph that says where they may be."""
-    pinned = sorted({rule.context for rule in context.request.constraints if rule.context is not None})
-    given = front.given.graph
-    if front.round > 1 or not _is_open(context.request) or not (pinned or longest_sequence(given) >= LONG_SEQUENCE):
-        return
-    best = front.best_of(front.given)
-    plan = None if best is None else best.plan
-    looks: list[tuple[str, ...]] = [(way,) for way in pinned] or [("gather", "heads"), ("ring",)]
-    for ways in looks:
-        graph, steps = (given, ()) if pinned else for_sequences(given, ring="ring" in ways)
-        asked = Candidate(GraphCandidate(graph, steps, 0))
-        rows, found = faster_templates(graph, plan, context.request, ways)
-        context.rows += rows
-        for one in found:
-            plan = one[1] if plan is None or one[1].predicted.step_time_ns < plan.predicted.step_time_ns else plan
-            yield of_plan(asked, *one)
-
-
 def _faster(front: Front, context: Context, plan: Plan | None) -> Iterator[Candidate]:
-    if _is_open(context.request):
+    if is_open(context.request):
         rows, found = faster_templates(front.given.graph, plan, context.request)
         context.rows += rows
         yield from (of_plan(front.given, *one) for one in found)
@@ -61,7 +39,7 @@ def _bounds_stages(context: Context) -> bool:
     return context.looks_for_stages and context.request.mesh.num_devices > FEW_DEVICES
 
 
-def _is_open(request: Request) -> bool:
+def is_open(request: Request) -> bool:
     """Whether constraints leave open what a template of one stage decides: its axes, stages, and recomputation."""
     rules, mesh = request.constraints, request.mesh
     is_open = all(rule.axis is None and rule.recompute is None and rule.stages in (None, 1) for rule in rules)
