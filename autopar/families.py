@@ -2,6 +2,7 @@
 
     dp × tp, tp inside a node             → a problem on a short graph (`interop.fold`): least time, least memory
     dp × cp × tp, of long sequences       → the same of a graph whose sequences may be split
+    ep of dp, flat or in two levels       → the same, with ranks that share the experts
     what may be faster, and may fit       → placed on the whole model, played by layers (`simulate.Incremental`)
 
 A step takes no less than its operators and what is between them; what stored tensors are gathered and reduced for may
@@ -20,10 +21,12 @@ from typing import NamedTuple
 from autopar.clock import is_interrupted
 from autopar.collector import cached_method
 from autopar.errors import AutoparError, InfeasibleError
+from autopar.expert_parallel import EXCHANGES, expert_axes
 from autopar.interop import block_layers, fold
 from autopar.interop.submeshes import divisors
 from autopar.intraop import SOFT_PENALTY_NS, KeptParameter, Placements, prepare_placements
 from autopar.ir.graph import Graph, is_inside
+from autopar.ir.mesh import LogicalMesh
 from autopar.ir.outline import Outline
 from autopar.ir.placement import Type
 from autopar.ir.plan import Plan
@@ -38,9 +41,11 @@ from autopar.template import positions, template_axes, template_constraints, tem
 from autopar.trace import find_blocks
 from autopar.tunables import (
     ALIKE,
+    BESIDE_KNOWN,
     EXPOSED,
     FIRST_COUNT,
     LEAST_GAIN,
+    MOST_AXES,
     NEAR_SHARDED,
     TEMPLATE_TRIES,
     USAGE_ABOVE,
@@ -67,6 +72,8 @@ class Template:
     sequence_parallel: bool = False
     cp: int = 1
     context: str = "gather"
+    ep: int = 1
+    exchange: str = "flat"
 
     def __str__(self) -> str:
         said = (
@@ -97,7 +104,8 @@ class ShortPlace(Place):
 
 class _BlockRecomputation(NamedTuple):
     """To compute blocks again. least_ns: what a step takes so by estimate. first: how many of the groups are tried at
-    first; saved: what all save in bytes; own_ns: what each costs; without_ns: what a step takes at least without."""
+    first; saved: what all save in bytes; own_ns: what each costs; without_ns: what a step takes at least without;
+    sending_ns: at least, for what it sends."""
 
     least_ns: int
     template: Template
@@ -106,18 +114,19 @@ class _BlockRecomputation(NamedTuple):
     saved: int
     own_ns: int
     without_ns: int
+    sending_ns: int
 
     @property
     def bound_ns(self) -> int:
-        """What a step takes at least where all that is gathered and reduced hides."""
-        return self.without_ns + self.first * self.own_ns
+        """What a step takes at least where all that is gathered and reduced hides as far as it can."""
+        return max(self.sending_ns, self.without_ns + self.first * self.own_ns)
 
 
 class Family:
     """The templates for a graph, each looked at once, and the fastest plan so far."""
 
-    def __init__(self, graph: Graph, plan: Plan | None, request: Request) -> None:
-        """plan: what was found so far, if anything."""
+    def __init__(self, graph: Graph, plan: Plan | None, request: Request, likely_ns: float = math.inf) -> None:
+        """plan: what was found so far, if anything. likely_ns: what a plan takes by estimate that may be found yet."""
         self.graph, self.request = graph, replace(request, budget=_BUDGET)
         self.is_tight = plan is not None and (plan.microbatches > 1 or bool(plan.recompute))
         self.profile = load_profile(request.mesh.profile)
@@ -125,7 +134,7 @@ class Family:
         self.paths = tuple(path for group in self.blocks.paths for path in group)
         self.folded = fold(graph, self.blocks, block_layers(graph, self.paths))
         self.shared = self.profile.shared_by(request.mesh.devices_per_node)
-        self.best_ns: float = math.inf if plan is None else plan.predicted.step_time_ns
+        self.best_ns: float = BESIDE_KNOWN * likely_ns if plan is None else plan.predicted.step_time_ns
         self.limit = request.memory_limit or self.shared.usable_bytes
         self.found: list[tuple[str, ShortPlace, Plan]] = []
         self.rows: list[Tried] = []
@@ -152,6 +161,29 @@ class Family:
         for tp in divisors(self.request.mesh.devices_per_node):
             if is_interrupted() or not self._may_be_near(self.request.mesh.num_devices // tp, tp):
                 break
+
+    def look_at_experts(self, experts: int) -> None:
+        """At shapes whose ranks share so many experts, and send each token to those that it chose."""
+        for tp in divisors(self.request.mesh.devices_per_node):
+            dp = self.request.mesh.num_devices // tp
+            counts = self._counts_of(dp)
+            likely_ns = self._look_at_shared(dp, tp, experts, counts) if counts else 0.0
+            if is_interrupted() or (tp > 1 and likely_ns > ALIKE * self.best_ns):
+                break
+
+    def _look_at_shared(self, dp: int, tp: int, experts: int, counts: Sequence[int]) -> float:
+        """What a step likely takes where the ranks of a node share the experts, or those of more and more nodes, until
+        that is far from the best plan."""
+        near, found = self.request.mesh.devices_per_node // tp, list[float]()
+        sizes = [size for size in divisors(dp) if 1 < size <= experts]
+        for size in [*[size for size in sizes if size <= near][-1:], *(size for size in sizes if size > near)]:
+            ways = EXCHANGES if size > near > 1 and size % near == 0 else EXCHANGES[:1]
+            looks = [Template(dp, tp, 3 if dp > size else 0, ep=size, exchange=way) for way in ways]
+            looks = [look for look in looks if len(self._axes(look)) <= MOST_AXES]
+            found += [min(self._likely_ns(self._look_at(look, counts)) for look in looks)] if looks else []
+            if is_interrupted() or (found and found[-1] > ALIKE * self.best_ns):
+                break
+        return min(found, default=math.inf)
 
     def look_at_context(self, dp: int, tp: int, cp: int, contexts: Sequence[str]) -> tuple[float, float]:
         """At a shape that splits sequences in some ways, of a graph that says where they may be
@@ -223,6 +255,8 @@ class Family:
         if known.needs(one.microbatches) > self.limit:
             self._refuse(one, f"needs {known.needs(one.microbatches):,} bytes a device at least")
             return False
+        if self._is_slower(one, known.sending_ns(one.microbatches)):
+            return False
         sharded = self._look(one)
         if sharded is None:
             return False
@@ -266,7 +300,11 @@ class Family:
                     sent_ns = known.sent_ns(count) + (again.sent_ns(count) - known.sent_ns(count)) * first // every
                     least_ns = known.least_ns + first * own_ns + round(sent_ns * EXPOSED)
                     template = replace(family, recompute=kind, microbatches=count)
-                    found.append(_BlockRecomputation(least_ns, template, groups, first, saved, own_ns, known.least_ns))
+                    found.append(
+                        _BlockRecomputation(
+                            least_ns, template, groups, first, saved, own_ns, known.least_ns, known.sending_ns(count)
+                        )
+                    )
         return sorted(found, key=lambda recomputation: recomputation.least_ns)
 
     def _recomputed(self, recomputation: _BlockRecomputation) -> bool:
@@ -345,13 +383,19 @@ class Family:
         made = batch_types(self.parts(count)[1].graph)
         return {name: type_ for name, type_ in made.items() if self.blocks.representative_tensor(name) == name}
 
+    def _axes(self, one: Template) -> LogicalMesh:
+        return template_axes(
+            self.request.mesh, one.dp, one.tp, 1, cp=one.cp, ep=one.ep, exchange=one.exchange
+        )  # fmt: skip
+
     @cached_method
     def place(self, template: Template) -> ShortPlace:
-        axes = template_axes(self.request.mesh, template.dp, template.tp, 1, cp=template.cp)
+        one, axes = template, self._axes(template)
+        sharing = expert_axes(self.request.mesh, one.dp, one.tp, one.cp, one.ep, one.exchange).sharing
         whole, short, simulator = self.parts(template.microbatches)
         rules = template_constraints(
             short.graph, axes, template.zero, template.sequence_parallel, self.paths, self.batch(template.microbatches),
-            positions(short.graph, self.blocks, template.cp), template.context,
+            positions(short.graph, self.blocks, template.cp), template.context, sharing, self.blocks,
         )  # fmt: skip
         again = template_recompute(self.graph, self.paths, template.recompute)
         request = replace(self.request, constraints=(*rules, *self.request.constraints), recompute=again)
@@ -359,12 +403,17 @@ class Family:
 
 
 def faster_templates(
-    graph: Graph, plan: Plan | None, request: Request
-) -> tuple[list[Tried], Iterator[tuple[Outline, Plan, Callable[[], Plan]]]]:
+    graph: Graph, plan: Plan | None, request: Request, experts: int = 0,
+    likely_ns: float = math.inf,
+) -> tuple[list[Tried], Iterator[tuple[Outline, Plan, Callable[[], Plan]]]]:  # fmt: skip
     """Templates of a graph that may be faster than a plan, if there is one: a row of the report for each that is looked
-    at, and of those that fit the outline, the plan, and what states it for the step."""
-    family = Family(graph, plan, request)
-    family.look()
+    at, and of those that fit the outline, the plan, and what states it for the step. experts: those whose ranks
+    share as many at most, and no others. likely_ns: see `Family`."""
+    family = Family(graph, plan, request, likely_ns)
+    if experts:
+        family.look_at_experts(experts)
+    else:
+        family.look()
     found = ((place.outline, plan, partial(stated, name, place, plan)) for name, place, plan in family.found)
     return family.rows, found
 
@@ -390,6 +439,10 @@ class _KnownTemplate:
         placements = self.place.placements
         sent = placements.unlimited(*_SOLVE).cost % SOFT_PENALTY_NS - self.least_ns
         return sent * microbatches // self.place.part.microbatches
+
+    def sending_ns(self, microbatches: int) -> int:
+        """What a step takes at least for that: links inside a node and between nodes are busy at the same time."""
+        return self.sent_ns(microbatches) // 2
 
     def usage(self, microbatches: int) -> int:
         """Estimated bytes a device of the fastest placements."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from autopar.odds import with_odds
 from autopar.passes.balance import balance
 from autopar.passes.branch import branch
 from autopar.passes.contexts import contexts
+from autopar.passes.exchange import exchange, experts
 from autopar.passes.fit import fit
 from autopar.passes.keep import keep
 from autopar.passes.kinds import kinds
@@ -45,6 +47,7 @@ from autopar.program import PlannedProgram, model_state
 from autopar.progress import Ended, Report, reporting_passes
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
 from autopar.rewrites import graph_of, under_routing
+from autopar.shapes import under_plan
 from autopar.simulate import Timeline, predict
 from autopar.step import simulated_step, with_simulator
 from autopar.template import check_context, check_hsdp, longest_sequence, template_axes, template_ranks
@@ -58,11 +61,13 @@ PASSES = (
     balance,  # a graph → on unequal devices, shares of each batch by speed
     kinds,  # a graph → on unequal devices, stages of one kind each
     contexts,  # a graph of long sequences → templates that split them; where memory binds, a graph that may
+    experts,  # a graph → templates whose ranks share experts, where they are faster or nothing else fits     TUTEL
     keep,  # a graph → on unequal devices, the best plan with fewer blocks computed again, stage by stage
     fit,  # a graph of which nothing fits → the plan of least memory, or the limit that would do
     template,  # the best plan → templates that people run, where they are faster
     rewrite,  # the best plan → graphs equal to the model's, to be planned near it                       TASO, Unity
     rings,  # the best plan that splits sequences → keys gathered or passed around, whichever is faster
+    exchange,  # the best plan → its tokens sent to experts in chunks, beside these, where it is faster       TUTEL
     branch,  # the best plan → operators side by side, where they are faster
     refine,  # the best plan → what MCMC finds around it                                                    FlexFlow
 )
@@ -90,6 +95,7 @@ def parallelize(
     search: str | SearchBudget = "default",
     progress: Report | None = None,
     check: bool = True,
+    shapes: Sequence[Any] = (),
 ) -> PlannedProgram:
     """Turns a single-device model into the fastest sharded program for a mesh that the search finds.
 
@@ -98,8 +104,10 @@ def parallelize(
     the 99th percentile. plan: a saved plan, used after validation instead of a search; its mode is taken too, and its
     routing, unless another is given, under which it is predicted anew. check: whether the traced graph is run beside
     the model where it has real weights, once for each graph of a model; the plan says what came of it, and a difference
-    is a TraceError. Ctrl-C ends a search with the best plan so far. Raises AutoparError subclasses; InfeasibleError
-    when nothing fits.
+    is a TraceError. shapes: further shapes of inputs that the program runs under the same placements, such as a short
+    last batch and bucketed lengths: each as example_inputs, with tuples of lengths for tensors; what it leaves out is
+    as there. One that the plan does not hold for is a PlanError. Ctrl-C ends a search with the best plan so far. Raises
+    AutoparError subclasses; InfeasibleError when nothing fits.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, constraints=constraints,
@@ -125,10 +133,20 @@ def parallelize(
     else:
         graph, plan = _under(routing, plan, graph)
     check_plan(graph, plan)
-    source = emit(graph, plan)
+    others = under_plan(plan, example_inputs, shapes, partial(_traced_as, given, check))
+    source = emit(graph, plan, others)
     ended("emit", f"{source.count(chr(10)):,} lines")
     plan = replace(with_simulator(plan, graph), checked_against_eager=against_eager)
     return PlannedProgram(graph, plan, source, model_state(with_loss(model, loss_fn)))
+
+
+def _traced_as(given: tuple[Any, ...], check: bool, example_inputs: Any) -> Graph:
+    """The graph of a model on other inputs, held against it."""
+    model, _, *rest = given
+    graph = _trace(model, example_inputs, *rest)
+    if check:
+        _checked_against_eager(graph, model, example_inputs, *rest)
+    return graph
 
 
 def _under(routing: Routing | None, plan: Plan, graph: Graph) -> tuple[Graph, Plan]:
@@ -162,7 +180,7 @@ def planned_jointly(
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
     """The fastest plan that fits of a traced model as it is. Raises like `parallelize`."""
     budget = replace(request.budget, substitutions=False)
-    passes = [one for one in PASSES if one is not contexts]
+    passes = [one for one in PASSES if one not in (contexts, exchange)]
     context = Context(replace(request, budget=budget), progress, reporting_passes(progress))
     return search(passes, graph, context)[1]
 

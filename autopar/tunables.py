@@ -85,6 +85,15 @@ compute much again; doubled, those of many, of which each is less efficient, end
 HOPED = 0.95
 """A logical shape is looked at in other numbers of microbatches, and its best traded against memory, where so much of
 what it is likely to take is less than the best. At 1, what relieves memory cheaply is missed; at 0.9, most are."""
+MOST_SAMPLES = 4
+"""Of a microbatch on a rank, up to which templates of several stages are estimated. Doubled, small models are looked at
+in larger microbatches, a problem for each; halved, what larger products gain is missed."""
+NEAR_ESTIMATE, TEMPLATES_LOOKED_AT = 1.04, 6
+"""Templates of several stages are looked at, at most so many, while the next is estimated to take no more than so many
+times the best of them. Halved, the best may be missed where estimates are alike; doubled, twice as many problems."""
+FAR_TEMPLATE = 1.15
+"""Logical shapes whose best template would take so many times the best of all are not looked at otherwise. Nearer to 1,
+placements that no template has are missed where these gain much; doubled, most shapes are looked at for nothing."""
 TEMPLATE_SHAPES = 8
 """Logical shapes, the best first, for which placements are also found around templates: at most five solves each.
 Halved, what hides more than it costs may be missed; doubled, that takes twice as long."""
@@ -206,6 +215,8 @@ that gather much are solved for nothing; at 1.05, one that wins without gatherin
 ALIKE = 1.03
 """Where a template is likely to take so many times the best step, it does so with the sequence split, too, and among
 more ranks."""
+MOST_AXES = 2
+"""Of templates whose ranks share experts: a third makes a problem take ten times as long, 4 s for two layers."""
 USAGE_ABOVE = 1.15
 """Placements may be estimated to need so many times what they do: not all that they need is needed at once. Less leaves
 out templates that fit; more plays some that do not."""

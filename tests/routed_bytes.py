@@ -41,7 +41,7 @@ def exchanged_bytes(
         return Bytes(0, 0)
     first = (0,) * len(axes)
     homes = {e: _homes(e, num_experts, axes, up) for e in range(num_experts)}
-    held, lying = [], {rank: [homes[e] for e in own.flatten().tolist()] for rank, own in ids.items()}
+    held, lying = [], {rank: [homes[e] for e in own.flatten().tolist() if e in homes] for rank, own in ids.items()}
     kept = [a for a, type_ in enumerate(up) if type_ == S(0) and a not in over]
     lying = {rank: [h for h in own if all(h[a] == rank[a] for a in kept)] for rank, own in lying.items()}
     for a in (None, *over):

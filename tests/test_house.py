@@ -49,7 +49,8 @@ def test_models_import_torch_only() -> None:
 
 
 def test_runtime_imports_torch_only() -> None:
-    assert foreign_imports("autopar/runtime", "torch", "autopar.runtime") == []
+    """And what reads Hugging Face's files, where they are read."""
+    assert foreign_imports("autopar/runtime", "torch", "safetensors", "autopar.runtime") == []
 
 
 def circle_of_files(root: Path, *packages: str) -> list[str]:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from autopar.cost.tables import Table
 from autopar.ops.table import operator
-from autopar.ops.work import EXPERTS, GROUPED, TRANSPOSED_CONVOLUTION, Product, WorkKey, attended, routed_rows
+from autopar.ops.work import EXPERTS, GROUPED, TRANSPOSED_CONVOLUTION, Product, WorkKey, attended, routed, routed_rows
 
 
 class Kernel(NamedTuple):
@@ -147,12 +147,13 @@ def _product(batch: int, layout: str, m: int, n: int, k: int) -> Kernel:
 def _experts(call: WorkKey) -> list[tuple[int, float, int, int]]:
     """(experts, rows of each, features, width) of the products of routed or grouped experts; none of other calls.
 
-    Rows are those of the busiest rank in the mean, spread evenly over its experts.
+    Rows are those of the busiest rank in the mean, spread evenly over its experts; of each chunk by itself.
     """
     kind, shapes = operator(call.op).work, call.operand_shapes
     if kind is EXPERTS:
-        rows = routed_rows(call) / max(1, shapes[3][0])
-        return [(shape[0], rows, math.prod(shape[2:]), shape[1]) for shape in shapes[3:5]]
+        chunks = routed(call.detail).chunks
+        rows = routed_rows(call) / max(1, shapes[3][0]) / chunks
+        return [(shape[0] * chunks, rows, math.prod(shape[2:]), shape[1]) for shape in shapes[3:5]]
     if kind is GROUPED and len(shapes[0]) == 2 and len(shapes[1]) == 3:
         count, width, features = shapes[1]
         return [(count, shapes[0][0] / count, features, width)]

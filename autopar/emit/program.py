@@ -47,21 +47,33 @@ aten = torch.ops.aten
 
 
 @faults_told()
-def emit(graph: Graph, plan: Plan) -> str:
+def emit(graph: Graph, plan: Plan, others: Sequence[tuple[Graph, Plan]] = ()) -> str:
     """The program's source; it imports torch, `autopar.runtime`, and what defines the model's own operators.
 
-    graph: of the step. The plan must have been verified. Raises PlanError for what cannot be emitted.
+    graph: of the step. others: of steps of other shapes, under the same placements. The plans must have been verified.
+    Raises PlanError for what cannot be emitted.
     """
-    plan = on_microbatch_axis(graph, plan)
     classes = Classes()
-    if len(plan.stages) > 1:
-        programs = [*_stage_programs(graph, plan, classes), pipeline(graph, plan)]
-    else:
-        programs = [_program(_Written(graph, plan.parts[0], classes, "Program"))]
+    programs = _programs(graph, plan, classes, "")
+    for number, other in enumerate(others, 1):
+        programs += _programs(*other, classes, str(number))
+    if others:
+        names = ", ".join(f"Program{number}" for number in range(1, len(others) + 1))
+        programs.append(f"Program.OTHERS = ({names},)  # the same for inputs of other shapes\n")
+    plan = on_microbatch_axis(graph, plan)
     header = _HEADER.format(
         model=escaped(graph.model_name), mesh=escaped(str(plan.mesh)), axes=_axes_text(plan), imports=_imports(graph)
     )
     return "\n\n".join([header, *_class_texts(classes), *programs])
+
+
+def _programs(graph: Graph, plan: Plan, classes: Classes, number: str) -> list[str]:
+    """The program of one shape of inputs, or its stages and what they belong to; those of other shapes have numbers."""
+    plan = on_microbatch_axis(graph, plan)
+    if len(plan.stages) > 1:
+        prefix = f"Stage{number}_" if number else "Stage"
+        return [*_stage_programs(graph, plan, classes, prefix), pipeline(graph, plan, f"Program{number}", prefix)]
+    return [_program(_Written(graph, plan.parts[0], classes, f"Program{number}"))]
 
 
 class _Written:
@@ -106,7 +118,7 @@ def _imports(graph: Graph) -> str:
 
 def _program(what: _Written) -> str:
     lines = [
-        "class Program(rt.Program):",
+        f"class {what.name}(rt.Program):",
         f'{INDENT}"""{escaped(what.graph.model_name)}: the whole program of one rank."""',
         "",
         *_declarations(what),
@@ -116,14 +128,14 @@ def _program(what: _Written) -> str:
     return "\n".join([*lines, *_methods(what)])
 
 
-def _stage_programs(graph: Graph, plan: Plan, classes: Classes) -> list[str]:
-    """The class of each stage; of stages that differ in no more than ranks, numbers of modules and where they receive
-    from, of the first alone, and a line for each run of others."""
+def _stage_programs(graph: Graph, plan: Plan, classes: Classes, prefix: str) -> list[str]:
+    """The class of each stage, whose name is the prefix with its number; of stages that differ in no more than ranks,
+    numbers of modules and where they receive from, of the first alone, and a line for each run of others."""
     texts: list[str] = []
     known: dict[tuple[str, ...], int] = {}
     for index, stage in enumerate(plan.stages):
         part = stage_graph(graph, plan, index)
-        what = _Written(part, plan.parts[index], classes, f"Stage{index}", leaving_values(graph, plan, index))
+        what = _Written(part, plan.parts[index], classes, f"{prefix}{index}", leaving_values(graph, plan, index))
         told = received(graph, plan, index, what.writer)
         results = "".join(f"torch.{part.tensors[name].dtype}, " for name in part.returned).rstrip(" ")
         rest = "\n".join([*_declarations(what), f"{INDENT}RESULTS = ({results})", *_methods(what)])
@@ -131,10 +143,10 @@ def _stage_programs(graph: Graph, plan: Plan, classes: Classes) -> list[str]:
         first, where = tuple(what.writer.firsts.values()), _ranks_text(stage.ranks)
         if like == index:
             where = f"Stage {index} of {escaped(graph.model_name)}, on {where} as {_stage_axes_text(stage)}."
-            texts.append("\n".join([*_stage_head(index, where, stage.first_rank, first, told), rest]))
+            texts.append("\n".join([*_stage_head(what.name, where, stage.first_rank, first, told), rest]))
         else:
             pairs = tuple((one.name, one.source) for one in told)
-            line = f"Stage{index} = Stage{like}.again({index}, {stage.first_rank}, {first}, {pairs})  # {where}\n"
+            line = f"{prefix}{index} = {prefix}{like}.again({index}, {stage.first_rank}, {first}, {pairs})  # {where}\n"
             if texts[-1].startswith("class"):
                 texts.append(line)
             else:
@@ -142,8 +154,8 @@ def _stage_programs(graph: Graph, plan: Plan, classes: Classes) -> list[str]:
     return texts
 
 
-def _stage_head(index: int, where: str, first_rank: int, first: tuple[int, ...], told: Sequence[Received]) -> list[str]:
-    lines = [f"class Stage{index}(rt.Stage):", f'{INDENT}"""{where}"""', "", f"{INDENT}FIRST_RANK = {first_rank}"]
+def _stage_head(name: str, where: str, first_rank: int, first: tuple[int, ...], told: Sequence[Received]) -> list[str]:
+    lines = [f"class {name}(rt.Stage):", f'{INDENT}"""{where}"""', "", f"{INDENT}FIRST_RANK = {first_rank}"]
     lines += [f"{INDENT}FIRST = {first}"] if first else []
     each = [f"{INDENT * 2}{one.text}," for one in told]
     return [*lines, f"{INDENT}RECEIVED = (", *each, f"{INDENT})"] if told else lines
@@ -204,7 +216,7 @@ def _methods(what: _Written) -> list[str]:
     lines += ["", *remakes, f"{INDENT}def forward({signature}):"]
     lines += writer.axis_lines(body, [axis.name for axis in stage.axes if axis.name != MICROBATCH])
     outputs, leaving = ([writer.read(value, "", body_names) for value in v] for v in (flat.outputs, flat.leaving))
-    is_stage = what.name != "Program"
+    is_stage = not what.name.startswith("Program")
     returned = f"({_tuple(outputs)}), ({_tuple(leaving)})" if is_stage else ", ".join(outputs)
     return [*lines, *body, f"{INDENT * 2}return {returned}", ""]
 

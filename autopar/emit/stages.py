@@ -90,8 +90,9 @@ def _microbatch_shape(shape: tuple[int, ...], placement: Placement, axes: Sequen
     return local_shape(shape, tuple(type_ for type_, _ in cut), tuple(axis for _, axis in cut))
 
 
-def pipeline(graph: Graph, plan: Plan) -> str:
-    """The class that names the stages. Raises PlanError where the loss is not made by the last stage."""
+def pipeline(graph: Graph, plan: Plan, name: str, prefix: str) -> str:
+    """The class of this name, which names the stages: the prefix with their numbers. Raises PlanError where the loss is
+    not made by the last stage."""
     count = len(plan.stages)
     returned = [stage_graph(graph, plan, index).returned for index in range(count)]
     if graph.loss is not None and graph.loss not in returned[-1]:
@@ -101,10 +102,10 @@ def pipeline(graph: Graph, plan: Plan) -> str:
     makers = [next(i for i, names in enumerate(returned) if name in names) for name in graph.outputs]
     outputs = [(i, returned[i].index(name)) for i, name in zip(makers, graph.outputs, strict=True)]
     lines = [
-        "class Program(rt.Pipeline):",
+        f"class {name}(rt.Pipeline):",
         f'{INDENT}"""{escaped(graph.model_name)}: {count} stages, of which each rank builds its own."""',
         "",
-        f"{INDENT}STAGES = ({', '.join(f'Stage{index}' for index in range(count))})",
+        f"{INDENT}STAGES = ({', '.join(f'{prefix}{index}' for index in range(count))})",
         f"{INDENT}SCHEDULE = {plan.schedule!r}",
         f"{INDENT}MICROBATCHES = {plan.microbatches}",
         *([] if graph.training else [f"{INDENT}TRAINING = False"]),

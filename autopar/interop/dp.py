@@ -53,8 +53,9 @@ class StageKind:
     All arrays have an entry a layer. time_ns: forward and backward of a microbatch. receive_ns: what a stage that
     begins at the layer waits for its tensors and for sending their gradients back, a microbatch. once_ns: a step.
     reduce_ns: gradient sums a step, of which `hide_ns` can run beside the last backward pass; last_ns: by how much that
-    is longer than others. gradient_bytes: of what stays, that which is there from the first backward pass on.
-    travelling_bytes: beside what stays, of all layers of a stage, but no more than the largest `most_travelling_bytes`.
+    is longer than others. begin_bytes: before the first pass, at most. gradient_bytes: of what stays, that which is
+    there from the first backward pass on. travelling_bytes: beside what stays, of all layers of a stage, but no more
+    than the largest `most_travelling_bytes`.
     workspace_bytes: of a stage the largest counts. Of backward passes in two parts: waiting_bytes: of a microbatch
     between them. second_bytes: what the second takes besides. split_ns: what both take longer, a microbatch.
     """
@@ -67,6 +68,7 @@ class StageKind:
     reduce_ns: Int64Array
     hide_ns: Int64Array
     last_ns: Int64Array
+    begin_bytes: Int64Array
     resident_bytes: Int64Array
     gradient_bytes: Int64Array
     travelling_bytes: Int64Array

@@ -53,16 +53,18 @@ def _routed_experts(
     activation: str, gated: bool, num_experts: int, up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None, *, paired: bool = False, chunks: int = 1, routing: str = "",
 ) -> torch.Tensor:  # fmt: skip
-    """The formula above, a matrix for each token and choice: simple, and large; programs call the runtime's.
+    """The formula above, a matrix for each token and choice: simple, and large; programs call the runtime's. Numbers
+    that are no expert's add nothing.
 
     routing: how tokens are expected to choose, as `Routing.text` has it; what is computed does not depend on it.
     """
+    is_expert, ids = ids < num_experts, ids.clamp(max=num_experts - 1)
     hidden = torch.einsum("td,tkdn->tkn", x, up.flatten(2)[ids])
     hidden = hidden if up_bias is None else hidden + up_bias.flatten(1)[ids]
     hidden = activated(hidden.flatten(0, 1), activation, gated, paired).view(*ids.shape, -1)
     made = torch.einsum("tkh,tkhm->tkm", hidden, down[ids])
     made = made if down_bias is None else made + down_bias[ids]
-    return (made * weights.unsqueeze(-1)).sum(1)
+    return torch.where(is_expert.unsqueeze(-1), made * weights.unsqueeze(-1), 0).sum(1)
 
 
 _LIBRARY.impl("routed_experts", _routed_experts, "CompositeImplicitAutograd")

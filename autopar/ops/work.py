@@ -378,31 +378,49 @@ def _experts_flops(call: WorkKey) -> int:
 def routed_rows(call: WorkKey) -> float:
     """Rows (a token's choice each) of the rank with the most of them, in the mean: the others wait for it."""
     (tokens, choices), held = call.operand_shapes[1], call.operand_shapes[3][0]
-    num_experts, routing = routed(call.detail)
+    num_experts, _, routing = routed(call.detail)
     num_experts = num_experts or held
     return busiest(routing, tokens, choices, num_experts, -(-num_experts // max(1, held))).mean
 
 
+class RoutedDetail(NamedTuple):
+    """What the cost of routed experts depends on beside shapes. num_experts: 0 where it is not said; chunks: in which
+    their rows come; how tokens choose them."""
+
+    num_experts: int
+    chunks: int
+    routing: Routing
+
+
 @lru_cache(maxsize=64)
-def routed(detail: str) -> tuple[int, Routing]:
-    """The number of experts, 0 where it is not said, and how tokens choose them, of what `_num_experts` says."""
-    number, _, routing = detail.partition(" ")
-    return int(number or 0), Routing.parse(routing)
+def routed(detail: str) -> RoutedDetail:
+    """What `_num_experts` says, read."""
+    numbers, _, routing = detail.partition(" ")
+    number, _, chunks = numbers.partition("/")
+    return RoutedDetail(int(number or 0), int(chunks or 1), Routing.parse(routing))
+
+
+def _experts_moved(call: WorkKey) -> int:
+    """The experts' parameters are read for each chunk of rows."""
+    return _all_bytes(call) + (routed(call.detail).chunks - 1) * sum(call.operand_bytes[3:])
 
 
 def _experts_gradient(call: WorkKey) -> Work:
-    """Two products for each of the forward's, group by group."""
-    return Work(2 * _experts_flops(call), 2 * _all_bytes(call), 4 * call.operand_shapes[3][0])
+    """Two products for each of the forward's, group by group, chunk by chunk."""
+    products = 4 * call.operand_shapes[3][0] * routed(call.detail).chunks
+    return Work(2 * _experts_flops(call), 2 * _experts_moved(call), products)
 
 
 def _num_experts(node: Node) -> str:
-    return _with_routing(int(argument(node, 7, "num_experts", 0)), dict(node.kwargs).get(EXPECTED, ""))
+    given, chunks = dict(node.kwargs), int(dict(node.kwargs).get("chunks", 1))
+    number = f"{int(argument(node, 7, 'num_experts', 0))}{f'/{chunks}' if chunks > 1 else ''}"
+    return _with_routing(number, given.get(EXPECTED, ""))
 
 
 @lru_cache(maxsize=64)
-def _with_routing(num_experts: int, routing: str) -> str:
+def _with_routing(numbers: str, routing: str) -> str:
     """The same object each time, for it may be long, and is a part of keys."""
-    return f"{num_experts} {routing}".strip()
+    return f"{numbers} {routing}".strip()
 
 
 VIEW = WorkKind("view")
@@ -432,7 +450,7 @@ ADDMM = _products("matmul", _addmm_flops, product=_addmm_product)
 EINSUM = _products("matmul", _einsum_flops, product=_einsum_product, detail=_equation)
 CONVOLUTION = _products("convolution", _convolution_flops)
 TRANSPOSED_CONVOLUTION = _products("convolution", _transposed_convolution_flops)
-EXPERTS = WorkKind("matmul", _experts_flops, gradient=_experts_gradient, detail=_num_experts)
+EXPERTS = WorkKind("matmul", _experts_flops, _experts_moved, gradient=_experts_gradient, detail=_num_experts)
 ATTENTION = WorkKind("attention", _attention_flops, gradient=_attention_gradient, detail=_is_causal)
 CONTEXT_ATTENTION = ATTENTION._replace(detail=_causal_over)
 SOFTMAX = WorkKind("softmax")

@@ -28,7 +28,7 @@ def stage(front: Front, context: Context) -> Iterator[Candidate]:
             clock, known = Clock.of(0.0), front.best_of(asked)
             finalists = searched_stages(
                 asked.graph, context.blocks(asked.graph), context.asked_of(asked), context.profile, context.progress,
-                context.noting(asked), None if known is None else known.step_ns,
+                context.noting(asked), None if known is None else known.step_ns, front.kept.get(("begun", asked)),
             )  # fmt: skip
             front.kept["stage", asked] = finalists
             yield from _candidates(asked, finalists)

@@ -6,19 +6,29 @@ search for stages leaves out what is far slower than the best of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from autopar.driver import Candidate, Context, Front, of_plan
 from autopar.families import faster_templates
 from autopar.ir.plan import Plan
 from autopar.request import Request
+from autopar.staged import template_stages
 from autopar.tunables import FEW_DEVICES
 
 
 def outset(front: Front, context: Context) -> Iterator[Candidate]:
-    """The same before stages are looked for, where that takes long: they are bounded by the best template."""
+    """The same before stages are looked for, where that takes long: they are bounded by the best template; and that by
+    what templates of several stages take by estimate."""
     if front.round == 1 and _bounds_stages(context):
-        yield from _faster(front, context, None)
+        given = front.given.graph
+        begun = None
+        if not context.keeps_one_stage(given):
+            asked = context.asked_of(front.given)
+            begun = front.kept["begun", front.given] = template_stages(
+                given, context.blocks(given), asked, context.profile
+            )  # fmt: skip
+        yield from _faster(front, context, None, math.inf if begun is None else begun.best_ns)
 
 
 def template(front: Front, context: Context) -> Iterator[Candidate]:
@@ -28,9 +38,9 @@ def template(front: Front, context: Context) -> Iterator[Candidate]:
         yield from _faster(front, context, best.plan)
 
 
-def _faster(front: Front, context: Context, plan: Plan | None) -> Iterator[Candidate]:
+def _faster(front: Front, context: Context, plan: Plan | None, likely_ns: float = math.inf) -> Iterator[Candidate]:
     if is_open(context.request):
-        rows, found = faster_templates(front.given.graph, plan, context.request)
+        rows, found = faster_templates(front.given.graph, plan, context.request, likely_ns=likely_ns)
         context.rows += rows
         yield from (of_plan(front.given, *one) for one in found)
 

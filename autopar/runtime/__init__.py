@@ -1,4 +1,4 @@
-"""The little that an emitted program imports. Imports torch only, and runs on torch 2.10 and newer."""
+"""The little that an emitted program imports. Imports torch, and safetensors to read and write such files."""
 
 from autopar.runtime.allocation import keep_freed_memory
 from autopar.runtime.branches import Zeros, owned

@@ -36,7 +36,7 @@ _SAMPLES = 1 << 14  # elements of a tensor that are looked at
 
 def check_equal(what: str, own: Mapping[str, str], num_ranks: int, remedy: str) -> None:
     """Raises ProgramError, on all ranks, for an item that ranks have unequal. own: digests by name, of what it has."""
-    every = _gathered(dict(own), num_ranks)
+    every = gathered(dict(own), num_ranks)
     for name in dict.fromkeys(name for found in every for name in found):
         ranks: dict[str, list[int]] = {}
         for rank, found in enumerate(every):
@@ -58,7 +58,7 @@ def together(prepare: Callable[[], Prepared], num_ranks: int) -> Prepared:
         found, own = prepare(), None
     except ProgramError as error:
         found, own = None, error
-    refusals = _gathered(None if own is None else str(own), num_ranks)
+    refusals = gathered(None if own is None else str(own), num_ranks)
     if own is not None:
         raise own
     for rank, told in enumerate(refusals):
@@ -67,8 +67,8 @@ def together(prepare: Callable[[], Prepared], num_ranks: int) -> Prepared:
     return cast(Prepared, found)
 
 
-def _gathered(own: Shared, num_ranks: int) -> list[Shared]:
-    """What each rank has; nothing where the ranks of the program do not run together."""
+def gathered(own: Shared, num_ranks: int) -> list[Shared]:
+    """What each rank has, on all of them; nothing where the ranks of the program do not run together."""
     if num_ranks < 2 or not dist.is_initialized() or dist.get_world_size() != num_ranks:
         return []
     assert dist.group.WORLD is not None, "asked for where ranks run together"
@@ -171,7 +171,7 @@ def _text(key: str, value: Any) -> Iterator[str]:
     if isinstance(code, CodeType):
         yield key
         yield from _code(code)
-    elif key.isupper() and key != "STAGES":
+    elif key.isupper() and key not in ("STAGES", "OTHERS"):  # each is read by itself
         yield f"{key} {value!r}"
 
 

@@ -239,6 +239,7 @@ class Program(Block):
     ARGUMENTS: ClassVar[Mapping[str, Any]] = {}  # what a step is given, where that is more than its inputs
     TIED: ClassVar[Mapping[str, str]] = {}  # further names of a parameter: {"lm_head.weight": "wte.weight"}
     LOSS_INDEX: ClassVar[int] = 0  # which output is the loss, where forward returns several
+    OTHERS: ClassVar[tuple[type[Program], ...]] = ()  # the same for inputs of other shapes, of the same parameters
 
     def prepare(self, microbatches: list[tuple[Tensor, ...]]) -> None:
         """Called before a step's first microbatch with the local inputs of all; override to count them."""
@@ -286,3 +287,4 @@ class Pipeline:
     OUTPUTS: ClassVar[tuple[tuple[int, int], ...]] = ()
     LOSS_INDEX: ClassVar[int] = 0
     TIED: ClassVar[Mapping[str, str]] = {}
+    OTHERS: ClassVar[tuple[type[Pipeline], ...]] = ()

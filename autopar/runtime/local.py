@@ -64,8 +64,10 @@ class Local:
         for name, holder, attribute in declared_tensors(self.program):
             self._holders[holder] = None
             if attribute in holder.declared_buffers:
-                known = _known(name, [other.buffers for other in others])
                 buffer = holder.declared_buffers[attribute]
+                known = _known(name, [other.buffers for other in others])
+                if known is not None and known.declared != buffer:  # a constant for inputs of another shape
+                    known = None
                 start = self.program.BUFFERS.get(name)
                 made = state.make_buffer(name, buffer, holder, attribute, self.mesh, known, start)
                 self.buffers[name] = self._targets[holder, attribute] = made

@@ -27,8 +27,9 @@ class PipelineRank(Rank):
     """A `Rank` whose parameters are those of its stages, and whose steps follow the pipeline's schedule."""
 
     def __init__(
-        self, pipeline: type[Pipeline], device_mesh: DeviceMesh | None, device: torch.device | None, timeout_s: float
-    ) -> None:
+        self, pipeline: type[Pipeline], device_mesh: DeviceMesh | None, device: torch.device | None, timeout_s: float,
+        shared: Sequence[Local] = (),
+    ) -> None:  # fmt: skip
         nn.Module.__init__(self)
         self.__dict__.update(_pipeline=pipeline, _arguments=(pipeline, device_mesh, device, timeout_s))
         count = max(stage.FIRST_RANK + num_ranks(stage) for stage in pipeline.STAGES)
@@ -41,15 +42,18 @@ class PipelineRank(Rank):
         meshes = _meshes(pipeline, device, timeout_s)
         catalog = make_catalog(pipeline, device)
         ties = find_ties(pipeline, catalog, timeout_s)
-        parts = _locals(pipeline, meshes, catalog.tied_stages)
+        parts = _locals(pipeline, meshes, catalog.tied_stages, shared)
         state = PipelineState(parts, catalog, pipeline.TIED, ties, world, device)
-        self._take(list(parts.values()), state, _world_mesh(count, device, timeout_s), pipeline.TRAINING)
+        self._take(list(parts.values()), state, _world_mesh(count, device, timeout_s), pipeline.TRAINING, not shared)
         transport = Transport(groups, pipeline.MICROBATCHES, device, timeout_s)
         stages = _scheduled(pipeline, parts, channels, transport)
         self.__dict__.update(
             _catalog=catalog, _world=world, _transport=transport, _stages=stages,
             _step=make_schedule(pipeline.SCHEDULE, stages, pipeline.MICROBATCHES),
         )  # fmt: skip
+        own = list(parts.values())
+        made = [PipelineRank(other, device_mesh, device, timeout_s, own) for other in pipeline.OTHERS]
+        self.__dict__["_others"] = made
 
     _pipeline: type[Pipeline]
     _arguments: tuple[Any, ...]
@@ -142,12 +146,14 @@ def _world_mesh(count: int, device: torch.device, timeout_s: float) -> RankMesh:
     return RankMesh((Axis("stages", count, dist.get_rank(), None),), None, device, timeout_s)
 
 
-def _locals(pipeline: type[Pipeline], meshes: list[RankMesh | None], tied: Container[str]) -> dict[int, Local]:
+def _locals(
+    pipeline: type[Pipeline], meshes: list[RankMesh | None], tied: Container[str], shared: Sequence[Local]
+) -> dict[int, Local]:  # fmt: skip
     """The stages that run on this rank, by their number."""
     found: dict[int, Local] = {}
     for number, (stage, mesh) in enumerate(zip(pipeline.STAGES, meshes, strict=True)):
         if mesh is not None:
-            found[number] = Local(stage(mesh), mesh, number, list(found.values()), tied)
+            found[number] = Local(stage(mesh), mesh, number, [*shared, *found.values()], tied)
     return found
 
 

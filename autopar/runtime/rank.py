@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.runtime import agreement, outside, randomness, state
+from autopar.runtime.batches import Batches
 from autopar.runtime.compiling import Compile, checked_options, compile_blocks, taken_wrapper, watch_for_wrapper
 from autopar.runtime.constants import forget_constants
 from autopar.runtime.declare import Pipeline, Program
 from autopar.runtime.errors import ProgramError
-from autopar.runtime.inputs import by_name, join_outputs, split_named
+from autopar.runtime.inputs import by_name, join_outputs, shard_shape, split_named
 from autopar.runtime.kept import Contents, Kept
 from autopar.runtime.local import Local
 from autopar.runtime.mesh import RankMesh
 from autopar.runtime.stored import StoredParameter
+from autopar.runtime.weights import initial, loading, saving
+from autopar.runtime.weights.naming import Layout, Rename, as_function
+from autopar.runtime.weights.parts import FilePart
 
 Microbatches = list[tuple[Tensor, ...]]
 """The local inputs of each microbatch."""
@@ -29,18 +35,22 @@ Microbatches = list[tuple[Tensor, ...]]
 class Rank(Kept):
     """An `nn.Module` whose parameters are DTensors under the single-device model's names."""
 
-    def __init__(self, program: Program, mesh: RankMesh) -> None:
+    def __init__(self, program: Program, mesh: RankMesh, shared: Sequence[Local] = ()) -> None:
+        """shared: what stores the parameters already, for the same program on inputs of other shapes."""
         super().__init__()
-        local = Local(program, mesh)
-        self._take(
-            [local], state.ProgramState(local.parameters, local.buffers, program.TIED, mesh), mesh, program.TRAINING
-        )
+        local = Local(program, mesh, others=shared)
+        own = state.ProgramState(local.parameters, local.buffers, program.TIED, mesh)
+        self._take([local], own, mesh, program.TRAINING, is_main=not shared)
+        self.__dict__["_others"] = [Rank(other(mesh), mesh, [local]) for other in program.OTHERS]
 
+    _others: list[Rank]  # the same for inputs of other shapes; they share what is stored
     _locals: list[Local]  # the program, or this rank's stages of it
     _state: state.ProgramState
     _mesh: RankMesh
 
-    def _take(self, parts: list[Local], state: state.ProgramState, mesh: RankMesh, training: bool) -> None:
+    def _take(
+        self, parts: list[Local], state: state.ProgramState, mesh: RankMesh, training: bool, is_main: bool
+    ) -> None:  # fmt: skip
         self.__dict__.update(_locals=parts, _state=state, _mesh=mesh)  # not as submodules: names are the model's
         self.training = training
         for name, parameter in state.parameters.items():
@@ -53,8 +63,9 @@ class Rank(Kept):
             if not buffer.declared.persistent:
                 module._non_persistent_buffers_set.add(last)
         nothing = nn.Parameter(torch.empty(0, device=mesh.device))
-        self.__dict__.update(_contents=Contents(self), _nothing=nothing, _checked_steps=0)
-        outside.register(state, nothing)
+        self.__dict__.update(_contents=Contents(self), _nothing=nothing, _checked_steps=0, _parts_in_files={})
+        if is_main:
+            outside.register(state, nothing)
 
     _contents: Contents
     _nothing: nn.Parameter
@@ -105,7 +116,7 @@ class Rank(Kept):
         self._compile(lambda function: torch.compile(function, *args, **options))
 
     def _compile(self, compiler: Compile) -> None:
-        for part in self._locals:
+        for part in (part for rank in (self, *self._others) for part in rank._locals):
             compile_blocks(part.program, compiler)
 
     def train_step(self, *inputs: Tensor, local: bool = False, **named_inputs: Tensor) -> Tensor:
@@ -114,6 +125,9 @@ class Rank(Kept):
         Returns the loss of the whole batch, equal on all ranks; the parameters have their gradients then,
         added to those that they had before.
         """
+        fitting = self._fitting(inputs, named_inputs, local)
+        if fitting is not self:
+            return fitting.train_step(*inputs, local=local, **named_inputs)
         with torch.inference_mode(False), torch.enable_grad(), self._own_precision():
             microbatches = self._prepare(inputs, named_inputs, local, trains=True)
             for parameter in self._state.parameters.values():
@@ -142,6 +156,42 @@ class Rank(Kept):
         )  # fmt: skip
         with torch.autocast(kind, enabled=False):
             yield
+
+    def _fitting(self, inputs: Any, named_inputs: Any, local: bool | Tensor) -> Rank:
+        """The rank that runs inputs of these shapes. Raises ProgramError, on all ranks where they must agree, for
+        shapes that the program was not planned for."""
+        if not self._others:
+            return self
+        ranks = [self, *self._others]
+        if isinstance(local, Tensor):
+            named_inputs, local = {**named_inputs, "local": local}, False
+        values = by_name(self._declared, inputs, named_inputs)
+        fits = [number for number, rank in enumerate(ranks) if rank._has_shapes(values, local)]
+        if local or self.num_stages > 1:  # a rank may have none of them, or a part that is the same of several
+            every = agreement.gathered(fits, self.num_ranks)
+            fits = [number for number in fits if all(number in other for other in every)]
+        if len(fits) != 1:
+            known = " or ".join(dict.fromkeys(_shown_shapes(rank._declared) for rank in ranks))
+            shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in values.items() if isinstance(x, Tensor))
+            what = "this rank's part of inputs of" if local else "inputs of"
+            raise ProgramError(
+                f"expected {what} {known}, equally on all ranks, found {shapes}; plan with shapes=[…] for these as well"
+            )
+        self._contents.check_use(is_called=False)
+        self._check_own()
+        return ranks[fits[0]]
+
+    def _has_shapes(self, values: Mapping[str, Any], local: bool) -> bool:
+        """Whether the inputs that are there are of the shapes that the program, or this rank's part of it, takes."""
+        if not local:
+            taken = {spec.name: spec.shape for spec in self._declared.INPUTS}
+            return all(not isinstance(x, Tensor) or x.shape == taken[name] for name, x in values.items())
+        return all(
+            not isinstance(values[spec.name], Tensor)
+            or values[spec.name].shape == shard_shape(spec, part.program.MICROBATCHES, part.mesh)
+            for part in self._locals
+            for spec in part.program.INPUTS
+        )
 
     def _prepare(self, inputs: Any, named_inputs: Any, local: bool | Tensor, trains: bool) -> list[Microbatches]:
         """The local inputs of each microbatch, for each part of the program that runs here.
@@ -235,6 +285,9 @@ class Rank(Kept):
     @torch.no_grad()
     def forward(self, *inputs: Tensor, local: bool = False, **named_inputs: Tensor) -> Any:
         """Runs the forward pass alone, without gradients, and returns what the program returns."""
+        fitting = self._fitting(inputs, named_inputs, local)
+        if fitting is not self:
+            return fitting(*inputs, local=local, **named_inputs)
         with self._own_precision():
             microbatches = self._prepare(inputs, named_inputs, local, trains=False)
             for part, parts in zip(self._locals, microbatches, strict=True):
@@ -273,9 +326,42 @@ class Rank(Kept):
         """Seconds that a collective waits for a rank; None where the groups were given."""
         return self._mesh.timeout_s
 
+    @property
+    def number(self) -> int:
+        """This rank's, among all that run the program."""
+        return dist.get_rank() if dist.is_initialized() and self.num_ranks > 1 else 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._mesh.device
+
+    @property
+    def programs(self) -> list[type[Program] | type[Pipeline]]:
+        """What is run here: the program, and the same for inputs of each other shape."""
+        return [rank._declared for rank in (self, *self._others)]
+
+    @property
+    def reads_inputs(self) -> bool:
+        """Whether a stage of this rank reads any input of the model."""
+        return any(part.program.INPUTS for part in self._locals)
+
+    def batches(
+        self, loader: Iterable[Any], *, local: bool = False, epochs: int | None = 1, short: str = "refuse"
+    ) -> Batches:  # fmt: skip
+        """The batches of a DataLoader, or of any iterable of dicts or tuples, as `train_step(**batch)` takes them.
+
+        Each is the global batch, equal on all ranks; or this rank's part, if `local`, as for train_step. One is read
+        ahead of a loader with workers. Ranks whose stages read no input read none. epochs: passes over the loader, None
+        for no end. short: whether a last batch of rows that were not planned (see `parallelize(shapes=…)`) is refused
+        before anything runs, or left out ("drop"). The result has `state_dict` and `load_state_dict`, for `extra=` of
+        checkpoints.
+        """
+        return Batches(self, loader, local=local, epochs=epochs, short=short)
+
     def forget_constants(self) -> None:
         """Computes again, at the next step, what the program keeps of its buffers; they may be new since."""
-        for part in self._locals:
+        for part in (part for rank in (self, *self._others) for part in rank._locals):
             forget_constants(part.program)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -314,6 +400,57 @@ class Rank(Kept):
             agreement.check_weights(given, self.num_ranks)
         self.load_full_state_dict(self._state.initial() | given, broadcast=broadcast)
 
+    def load_safetensors(
+        self, path: str | Path, *, layout: str | None = None, rename: Rename = None, rotary: str = "interleaved",
+        head_dim: int | None = None, strict: bool = True, convert: bool = False,
+    ) -> loading.LoadedWeights:  # fmt: skip
+        """Loads Hugging Face's files: a folder, an index or one file. This rank reads its slices alone.
+
+        layout: "huggingface" or "meta", where files have the other's names than the model; Meta's and torchtitan's come
+        with rows of queries and keys for `rotary` embeddings of interleaved pairs, or of "halves" where both do so.
+        rename: from the model's names to the files'. convert: to dtypes that do not hold all values of the files'.
+        Raises ProgramError, with nothing loaded, for tensors that are missing or of another shape or dtype, and if
+        `strict` for those that the program has no use for. Prints as what was loaded, converted and left out.
+        """
+        form = Layout(layout, rotary, head_dim, as_function(rename))
+        told, parts = loading.load(self._state, self.num_ranks, path, form, strict=strict, convert=convert)
+        self.__dict__["_parts_in_files"] = parts
+        self.forget_constants()
+        return told
+
+    def init_weights(
+        self, model: nn.Module, *, seed: int = 0, init: Callable[[Any], object] | None = None
+    ) -> None:  # fmt: skip
+        """Starts from the model's own initialisation: its code runs on each rank, which keeps its shards alone.
+
+        model: on the meta device. The values are those of one CPU after `model.to_empty(device="cpu")`,
+        `torch.manual_seed(seed)` and `init(model)`, by default `init_weights()` where the model has one, else
+        `reset_parameters()` of each module, from the inside out. Raises ProgramError on what it does not set, or that
+        needs more than a tensor at a time.
+        """
+        agreement.together(lambda: initial.initialise(self._state, model, seed, init), self.num_ranks)
+        self.unite_tied()
+        self.forget_constants()
+
+    def save_safetensors(
+        self, folder: str | Path, *, layout: str | None = None, rename: Rename = None, rotary: str = "interleaved",
+        head_dim: int | None = None, dtype: torch.dtype | None = None, max_shard_bytes: int = saving.SHARD_BYTES,
+    ) -> Path:  # fmt: skip
+        """Writes Hugging Face's files to a folder without weights, whole or not at all; each rank writes its slices.
+
+        Tensors are named as they were in what `load_safetensors` read, else as in the model; or as `layout` and
+        `rename` say, see there. dtype: of floating-point tensors. Tied ones are written once. A config is not written:
+        `config.save_pretrained(folder)` does so. Returns the folder; raises ProgramError on all ranks.
+        """
+        form = Layout(layout, rotary, head_dim, as_function(rename))
+        parts = self._parts_in_files if layout is None and rename is None else {}
+        parts = saving.in_files(self._state, parts, form)
+        return saving.save(
+            self._state, self.num_ranks, self.number, folder, parts, dtype=dtype, max_shard_bytes=max_shard_bytes
+        )
+
+    _parts_in_files: dict[str, list[FilePart]]  # where files had the model's tensors that were loaded
+
     def unite_tied(self) -> None:
         """After setting parameters by hand: those that several stages store get the values that the first of them has.
 
@@ -332,6 +469,10 @@ def loss_of(outputs: Any, index: int) -> Tensor:
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ProgramError(f"expected the forward pass to return a scalar loss, found {found}")
     return loss
+
+
+def _shown_shapes(declared: type[Program] | type[Pipeline]) -> str:
+    return ", ".join(f"{spec.name} {tuple(spec.shape)}" for spec in declared.INPUTS)
 
 
 def _plain(value: Any) -> Any:

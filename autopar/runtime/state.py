@@ -102,7 +102,7 @@ class ProgramState:
 
     def full(self, *, cpu_offload: bool) -> dict[str, Tensor]:
         """Whole tensors of parameters and persistent buffers, on every rank."""
-        whole = self._whole_of({name: stored.tensor for name, stored in self._persistent().items()})
+        whole = self._whole_of({name: stored.tensor for name, stored in self.persistent().items()})
         full = self.packings.unpacked(whole)
         if cpu_offload:
             full = {name: tensor.cpu() for name, tensor in full.items()}
@@ -120,6 +120,13 @@ class ProgramState:
         """Between stored names and the model's."""
         return Packings(self._declared())
 
+    def whole(self, name: str) -> Tensor:
+        """A tensor of the model, whole, from the slices of all ranks, which call this together."""
+        stored = [own for own in self._declared() if name in self.packings.sources(own)]
+        held = self._targets()
+        full = self._whole_of({own: held[own].tensor for own in stored if own in held})
+        return self.packings.unpacked(full)[name]
+
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The ranks of all stages, where there are several; None where each rank has a part of every tensor."""
@@ -131,16 +138,26 @@ class ProgramState:
 
     def speaks_for(self, name: str) -> bool:
         """Whether this rank is among those that speak for a stored tensor: its parts make up the tensor."""
-        return name in self.parameters
+        return name in self.parameters or name in self.buffers
 
     @property
     def declared(self) -> dict[str, Parameter]:
         """Every parameter that the program stores, on any rank."""
         return {name: item for name, item in self._declared().items() if isinstance(item, Parameter)}
 
-    def _persistent(self) -> dict[str, StoredParameter | StoredBuffer]:
+    def persistent(self) -> dict[str, StoredParameter | StoredBuffer]:
         """What a state_dict holds."""
         return {**self.parameters, **{name: b for name, b in self.buffers.items() if b.declared.persistent}}
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of each parameter and persistent buffer of the model, on any rank, the dtype in which it is stored."""
+        return {
+            source: item.dtype
+            for name, item in self._declared().items()
+            if isinstance(item, Parameter) or item.persistent
+            for source in self.packings.sources(name)
+        }
 
     def _whole_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors on every rank, from this rank's parts."""

@@ -317,6 +317,7 @@ class LayerCost(NamedTuple):
     its gradient back, and to wait for parameters that no layer before hides. reduce_ns: a step, gathering parameters
     and summing gradients over ranks, which up to `hide_ns` of passes can run beside. last_ns: by how much the last
     microbatch's backward pass is longer, as few buckets of gradients are on their way at a time. optimizer_ns: a step.
+    begin_bytes: what is there before the first pass, parameters that were gathered with what they were gathered in.
     resident_bytes: parameters, gradients and optimizer state, of which gradient_bytes are there from the first backward
     pass on. travelling_bytes: what gradients on their way take beside
     that, of which a stage has that of all its layers, but at most `most_travelling_bytes`, as few buckets are on their
@@ -334,6 +335,7 @@ class LayerCost(NamedTuple):
     hide_ns: int
     last_ns: int
     optimizer_ns: int
+    begin_bytes: int
     resident_bytes: int
     gradient_bytes: int
     travelling_bytes: int
@@ -395,8 +397,8 @@ def _cost(player: PartedStage, microbatches: int, receive_ns: int, constants_onc
     first = _net(begin.allocations) + _net(one.allocations)
     kept = _net(one.allocations) if count > 1 else max(0, first - end_of_step)
     but = CONSTANTS if constants_once else None
-    resident, arrived = _between(passes, kept, but), _between(passes, kept, but, arrived=True)
-    before = _between(passes[: 1 + count], kept, but)
+    resident, arrived = (_between(passes, kept, but, has_arrived)[1] for has_arrived in (False, True))
+    at_begin, before = _between(passes[: 1 + count], kept, but)
     forward_ns, *backward_ns = (_amid_layers_ns(done, player.variants.profile) for done in (one, *back))
     length, busy = forward_ns + sum(backward_ns), _link_ns([one, *back])
     last_ns = max(0, backward[-1].length_ns - back[0].length_ns) if trains else 0
@@ -408,6 +410,7 @@ def _cost(player: PartedStage, microbatches: int, receive_ns: int, constants_onc
         hide_ns=max(0, length + last_ns - busy),
         last_ns=last_ns,
         optimizer_ns=player.optimizer_ns,
+        begin_bytes=at_begin,
         resident_bytes=arrived,
         gradient_bytes=max(0, arrived - before),
         travelling_bytes=resident - arrived,
@@ -487,16 +490,16 @@ def _held(passes: list[Pass], count: int) -> Held:
     return list(zip(passes, flying, strict=False))
 
 
-def _between(passes: Held, kept: int, but: str | None, arrived: bool = False) -> int:
-    """The most that is there between passes beside the activations of microbatches in flight, and but one kind.
-    arrived: were all gradients at home that are on their way."""
-    level = most = 0
+def _between(passes: Held, kept: int, but: str | None, arrived: bool = False) -> tuple[int, int]:
+    """What is there before the first pass, and the most between passes, beside the activations of microbatches in
+    flight, and but one kind. arrived: were all gradients at home that are on their way."""
+    level, levels = 0, list[int]()
     for done, held in passes:
         level += _net(change for change in done.allocations if change[2] != but)
         left = held - (done.kind.name == "backward")
         travelling = sum(one.freed_bytes for one in done.standing.journeys) if arrived else 0
-        most = max(most, level - travelling - left * kept)
-    return most
+        levels.append(level - travelling - left * kept)
+    return levels[0], max(levels[1:], default=0)
 
 
 def _buckets_on_their_way(passes: Held) -> float:

@@ -1,5 +1,6 @@
 """The search over stages: submesh, logical shape, microbatches, schedule, recomputation; the best are simulated.
 
+    templates of stages                           → the best few looked at, which bound the rest    `templates`
     setting = (submesh size, logical shape, B)    → placements along time against memory      `intraop.trade_offs`
     way = (placements, recomputation)             → what each layer costs, played alone       `simulate.layer_costs`
     stages of one way, by schedule                → estimated step time                       `interop.best_stages`
@@ -14,6 +15,7 @@ be the best (`looks`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from autopar.clock import is_interrupted
@@ -26,21 +28,33 @@ from autopar.progress import Report, reporting
 from autopar.request import Request
 from autopar.staged.finalists import Finalists
 from autopar.staged.layered import Layered
+from autopar.staged.looks import Looks
 from autopar.staged.mixing import mixed
 from autopar.staged.search import StagedSearch
+from autopar.staged.templates import StageTemplates
 from autopar.trace import Blocks
+
+
+def template_stages(graph: Graph, blocks: Blocks, request: Request, profile: Profile) -> Looks:
+    """Templates of several stages, where constraints leave them open, the best looked at."""
+    with without_collector():
+        looks = Looks(Layered(graph, blocks, request, profile), math.inf)
+        StageTemplates(looks).look()
+        return looks
 
 
 def searched_stages(
     graph: Graph, blocks: Blocks, request: Request, profile: Profile, progress: Report | None,
-    note: Callable[[Tried], None], than_ns: float | None = None,
+    note: Callable[[Tried], None], than_ns: float | None = None, begun: Looks | None = None,
 ) -> Finalists:  # fmt: skip
     """What is found of one stage or several, in all settings. note: takes a row for each plan that is simulated.
 
-    than_ns: what a plan takes that is known; what is estimated to be far slower is looked at no further.
+    than_ns: what a plan takes that is known; what is estimated to be far slower is looked at no further. begun: with
+    what was looked at already (`template_stages`), if that was.
     """
     with without_collector():
-        search = StagedSearch(Layered(graph, blocks, request, profile), than_ns)
+        looks = begun or template_stages(graph, blocks, request, profile)
+        search = StagedSearch(looks.layered, than_ns, looks)
         with reporting(progress, len(search.shapes)) as report:
             found = search.run(report)
             is_too_large = bool(found) and all(candidate.peak_bytes > search.admitted for candidate in found)
@@ -61,4 +75,4 @@ def stages_near(graph: Graph, blocks: Blocks, request: Request, profile: Profile
         return Finalists(search, found, lambda row: None)
 
 
-__all__ = ["searched_stages", "stages_near"]
+__all__ = ["searched_stages", "stages_near", "template_stages"]

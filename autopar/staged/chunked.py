@@ -15,7 +15,7 @@ import numpy.typing as npt
 from autopar.collector import cached_method
 from autopar.interop import StageKind, chunk_counts, chunk_sizes
 from autopar.ir.constraint import pinned
-from autopar.ir.schedule import SCHEDULES, Schedule, makes_rounds
+from autopar.ir.schedule import PLAIN, SCHEDULES, Schedule, makes_rounds
 from autopar.staged.layered import Layered
 from autopar.staged.ways import EstimatedStages, StageStrategy, chunked_estimate
 from autopar.tunables import LAYER_STEPS, MOST_CHUNKS
@@ -48,10 +48,34 @@ class Chunks:
         submeshes, microbatches = way.setting.num_stages, way.setting.microbatches
         may_wait = self.layered.may_wait(submeshes, way.recompute)
         for schedule, chunks in self.possible(submeshes, microbatches, may_wait):
-            kind, of_layer = self._cut(own, submeshes, chunks, SCHEDULES[schedule].turns_back)
-            step, peak, last = chunked_estimate(kind, of_layer, submeshes, chunks, microbatches, schedule)
-            ways, again = (way,) * (submeshes * chunks), (way.recompute,) * self.layered.layers.count
-            yield EstimatedStages(ways, schedule, of_layer, again, step, peak, step, last)
+            yield self._estimated(way, own, schedule, chunks)
+
+    def whole(self, way: StageStrategy, own: StageKind) -> EstimatedStages:
+        """An estimate of stages that are submeshes, layers shared out to them as evenly."""
+        return self._estimated(way, own, PLAIN, 1)
+
+    def equal(self, way: StageStrategy, own: StageKind) -> Iterator[EstimatedStages]:
+        """The same with as many layers each, where the ends of the model make other shares better by estimate."""
+        layers, submeshes = self.layered.layers.count, way.setting.num_stages
+        may_wait = self.layered.may_wait(submeshes, way.recompute)
+        for schedule, chunks in self.possible(submeshes, way.setting.microbatches, may_wait):
+            if layers % (submeshes * chunks) == 0 and not SCHEDULES[schedule].splits_backward:
+                each = layers // (submeshes * chunks)
+                equal = tuple(number for number in range(submeshes * chunks) for _ in range(each))
+                found = self._estimated(way, own, schedule, chunks, (own, equal))
+                if found.stage_of_layer != self._cut(own, submeshes, chunks, SCHEDULES[schedule].turns_back)[1]:
+                    yield found
+
+    def _estimated(
+        self, way: StageStrategy, own: StageKind, schedule: str, chunks: int,
+        given: tuple[StageKind, tuple[int, ...]] | None = None,
+    ) -> EstimatedStages:  # fmt: skip
+        """given: what layers cost, and the chunk of each, where these are given."""
+        submeshes, microbatches = way.setting.num_stages, way.setting.microbatches
+        kind, of_layer = given or self._cut(own, submeshes, chunks, SCHEDULES[schedule].turns_back)
+        step, peak, last = chunked_estimate(kind, of_layer, submeshes, chunks, microbatches, schedule)
+        ways, again = (way,) * (submeshes * chunks), (way.recompute,) * self.layered.layers.count
+        return EstimatedStages(ways, schedule, of_layer, again, step, peak, step, last)
 
     def _cut(self, kind: StageKind, submeshes: int, chunks: int, turns_back: bool) -> tuple[StageKind, tuple[int, ...]]:
         """What layers cost, and the chunk of each; the model's ends are layers where they are chunks of their own."""

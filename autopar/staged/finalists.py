@@ -90,20 +90,22 @@ class Finalists:
     def _with_other_borders(
         self, plans: list[tuple[EstimatedStages, Timeline]]
     ) -> list[tuple[EstimatedStages, Timeline]]:
-        """With the runners-up of the fastest plans, whose stages begin at other layers, as far as there is time.
+        """With the runners-up of the fastest plans, whose stages begin at other layers, and the fastest in other
+        numbers of chunks, as far as there is time.
 
         Of all that are within `LIKE_BORDERS` of the fastest: where ranks share cores, those that wait leave theirs to
         others, so that borders change the step by little, and the estimate may not tell which are best.
         """
         if not plans:
             return plans
-        fastest_ns = min(played.step_time_ns for _, played in plans)
+        fastest, fastest_ns = min(((c, played.step_time_ns) for c, played in plans), key=lambda pair: pair[1])
         near = {_but_borders(c) for c, played in plans if played.step_time_ns <= fastest_ns * (1 + LIKE_BORDERS)}
+        near.add(_but_chunks(fastest))
         known = {(candidate.ways, candidate.schedule, candidate.stage_of_layer) for candidate, _ in plans}
         others: dict[Any, EstimatedStages] = {}
         for candidate in self.found:
             key = candidate.ways, candidate.schedule, candidate.stage_of_layer
-            is_like = _but_borders(candidate) in near
+            is_like = not near.isdisjoint((_but_borders(candidate), _but_chunks(candidate)))
             if is_like and key not in known and candidate.peak_bytes <= self.layered.admitted:
                 others.setdefault(key, candidate)
         return plans + self._simulated_of(list(others.values()), MOST_FINALISTS)
@@ -199,8 +201,9 @@ class Finalists:
         return every.explained(every.choosing(chosen))
 
     def _report(self, candidate: EstimatedStages) -> SearchReport:
+        template, method = candidate.row.template, "stages by dynamic programming over intra-op ILP"
         return SearchReport(
-            method="stages by dynamic programming over intra-op ILP",
+            method=method if template is None else f"template {template}: {method}",
             cost_ns=candidate.step_ns,
             lower_bound_ns=candidate.lower_bound_ns,
             stop_reason=self.search.stop_reason,
@@ -244,6 +247,12 @@ def first_ranks(sizes: Sequence[int]) -> list[int]:
 def _but_borders(candidate: EstimatedStages) -> tuple[Any, ...]:
     """All that says how a candidate runs, but for where its stages begin."""
     return candidate.ways, candidate.schedule, candidate.recompute
+
+
+def _but_chunks(candidate: EstimatedStages) -> tuple[Any, ...]:
+    """The same, but for how many chunks there are, where there are any."""
+    has_chunks = SCHEDULES[candidate.schedule].has_chunks
+    return tuple(dict.fromkeys(candidate.ways)), has_chunks, candidate.schedule, candidate.recompute
 
 
 def _submeshes(candidate: EstimatedStages) -> tuple[int, ...]:

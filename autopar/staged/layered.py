@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from autopar.clock import worked
 from autopar.collector import cached_method
@@ -168,6 +169,18 @@ class Layered:
         return self.part_of_step(candidate.schedule, candidate.num_submeshes, candidate.microbatches, times)
 
     @cached_property
+    def parameter_bytes(self) -> npt.NDArray[np.int64]:
+        """Of each layer, those of the parameters that it is the first to read."""
+        graph, found = self.folded.graph, np.zeros(max(1, self.folded.layers.count), np.int64)
+        for stored in graph.stored:
+            readers = [node.name for node, _ in graph.consumers[stored.tensor]]
+            layers = [self._short_members[name][0] for name in readers if name in self._short_members]
+            if layers and stored.requires_grad:
+                found[min(layers)] += graph.tensors[stored.tensor].num_bytes
+        of_layer: npt.NDArray[np.int64] = found[np.array(self.folded.layer_of or (0,))]
+        return of_layer
+
+    @cached_property
     def counts(self) -> list[int]:
         """Numbers of microbatches that are possible, ascending."""
         return [*microbatch_counts(self.folded.graph, self.request)]
@@ -238,6 +251,7 @@ class Layered:
             reduce_ns=columns["reduce_ns"],
             hide_ns=columns["hide_ns"],
             last_ns=columns["last_ns"],
+            begin_bytes=columns["begin_bytes"],
             resident_bytes=columns["resident_bytes"],
             gradient_bytes=columns["gradient_bytes"],
             travelling_bytes=columns["travelling_bytes"],

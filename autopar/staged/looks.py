@@ -77,8 +77,15 @@ class Looks:
         self.floors: list[tuple[int, Setting]] = []  # of what was passed over, by time
         self.refusal = InfeasibleError("expected a strategy for every operator, found none")
         self.solver = SOLVE_SHARE * self.request.budget.seconds, self.request.budget.seed
+        self.of_shape: dict[tuple[int, int], int] = {}  # what a template takes at least, by devices and those of its tp
         self._computed: dict[Setting, int] = {}
         self._hidden = 1.0  # the least share of all costs in a row that an estimate was
+
+    def bounded(self, known_ns: float) -> Looks:
+        """The same, where a plan is known that takes so long."""
+        self.known_ns = known_ns
+        self.best_ns = int(min(self.best_ns, NEVER, BESIDE_KNOWN * known_ns))
+        return self
 
     @property
     def candidates(self) -> list[EstimatedStages]:
@@ -102,6 +109,19 @@ class Looks:
             known = self.known[setting] = self._first(setting, is_near)
             self.best_ns = min(self.best_ns, known.least_ns)
         return known
+
+    def look_at_template(self, setting: Setting, recompute: str) -> None:
+        """The fastest placements of a setting around a template, which computes this again."""
+        try:
+            fastest = self.layered.place_of(setting).placements.trade_offs(1, *self.solver).fastest()
+            found = self.staged(setting, fastest, recompute)
+            way = StageStrategy(setting, fastest, recompute)
+            found += self.chunks.equal(way, self.layered.kind(way))
+        except InfeasibleError:
+            return
+        floor, least = _floor(found), self.least(found)
+        self.known[setting] = Look(floor, least, least, tuple(found))
+        self.best_ns = min(self.best_ns, least)
 
     def may_be_best(self, likely_ns: int) -> bool:
         """Whether what is likely to take so long is near enough the best to be it."""

@@ -24,6 +24,7 @@ from autopar.staged.ways import EstimatedStages, Setting
 from autopar.tunables import (
     BESIDE_KNOWN,
     BETWEEN,
+    FAR_TEMPLATE,
     FEW_DEVICES,
     FIRST_LOOK_SHARE,
     FULL_MICROBATCHES,
@@ -38,11 +39,12 @@ from autopar.tunables import (
 class StagedSearch:
     """Looks at settings, and keeps what the best estimate is and why it stopped."""
 
-    def __init__(self, layered: Layered, than_ns: float | None = None) -> None:
-        """than_ns: what a plan takes that is known."""
+    def __init__(self, layered: Layered, than_ns: float | None = None, looks: Looks | None = None) -> None:
+        """than_ns: what a plan takes that is known. looks: with what was looked at already."""
         self.layered, self.request = layered, layered.request
         self.known_ns = math.inf if than_ns is None else than_ns
-        self.looks, self.counts = Looks(layered, self.known_ns), Counts(layered)
+        self.looks = Looks(layered, self.known_ns) if looks is None else looks.bounded(self.known_ns)
+        self.counts = Counts(layered)
         self.admitted = layered.admitted
         self._likely_spread = 0  # microbatches times devices of a submesh, of what was likely to be the best
         self.stop_reason = "all settings"
@@ -95,15 +97,30 @@ class StagedSearch:
         """Those that are likely to be the best first; then those that there was no time for. Left out are those of a
         size whose first is far from a plan that is known.
         """
-        likely, far, later = list[tuple[int, int, int]](), set[int](), [*enumerate(self.shapes)]
+        likely, far, later = list[tuple[int, int, int]](), set[int](), [*enumerate(self._near_templates)]
+        shapes = dict(later)
         while later and not clock.is_over:
             number, (size, axes) = later.pop(0)
             if size not in far:
                 look = self.looks.look(self._setting(size, axes, self._start(size, axes)))
                 likely.append((look.likely_ns, look.floor_ns, number))
                 far |= {size} if HOPELESS * BESIDE_KNOWN * self.known_ns < look.floor_ns < NEVER else set()
-        yield from (self.shapes[number] for _, _, number in sorted(likely))
+        yield from (shapes[number] for _, _, number in sorted(likely))
         yield from (shape for _, shape in later)
+
+    @property
+    def _near_templates(self) -> list[tuple[int, LogicalMesh]]:
+        """The shapes, but for those of which the best template is far from the best of all, where that is known."""
+        known = self.looks.of_shape
+        if not known:
+            return self.shapes
+        most = FAR_TEMPLATE * min(*known.values(), self.known_ns)
+        least = {self.request.mesh.num_devices: self.known_ns}
+        return [
+            (size, axes)
+            for size, axes in self.shapes
+            if least.get(size, known.get((size, axes[1].size if len(axes) == 2 else 1), NEVER)) <= most
+        ]
 
     def near(self, outline: Outline) -> list[EstimatedStages]:
         """What is found in an outline of alike submeshes, freely and around templates."""

@@ -15,6 +15,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.outline import Outline, sizes_text
 from autopar.ir.schedule import PLAIN, SCHEDULES, Schedule, in_flight, makes_rounds, microbatches_a_round
 from autopar.ir.tried import Tried
+from autopar.staged.chunk_memory import most_held
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -33,6 +34,16 @@ class Setting:
     microbatches: int
     zero: int | None = None
     splits_sequence: bool = False
+
+    @property
+    def template(self) -> str | None:
+        """As `template_plan` is asked for it; None where placements are free."""
+        if self.zero is None:
+            return None
+        said = {axis.name: axis.size for axis in self.axes} | {"pp": self.num_stages}
+        said |= {"zero": self.zero} if self.zero else {}
+        named = [f"{name}={value}" for name, value in said.items()]
+        return ", ".join([*named, "sequence_parallel=True"] if self.splits_sequence else named)
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,7 @@ class EstimatedStages:
     def row(self) -> Tried:
         """What the report says of it."""
         return Tried(
+            template=None if self.is_mixed else self.ways[0].setting.template,
             mesh=" + ".join(dict.fromkeys(sizes_text(way.setting.axes) for way in self.ways)),
             stages=self.num_submeshes,
             microbatches=self.microbatches,
@@ -117,7 +129,7 @@ def peak_of(kind: StageKind, begin: int, end: int, in_flight: int, waiting: int 
     fewest = max(0, waiting - 1)
     peak = stays + (in_flight - fewest) * kept + fewest * waits + workspace
     second = stays + (in_flight - waiting) * kept + waiting * waits + int(kind.second_bytes[begin:end].sum())
-    return max(peak, second if waiting else 0)
+    return max(peak, second if waiting else 0, int(kind.begin_bytes[begin:end].sum()) + workspace)
 
 
 def largest_peak(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], microbatches: int, schedule: str) -> int:
@@ -187,32 +199,19 @@ def _chunked_peak(kind: StageKind, of: _Rounds, row: Schedule, microbatches: int
     )
     kept, waits = (of.sums(sizes).sum(axis=0) for sizes in (kind.activation_bytes, kind.waiting_bytes))
     stays, workspace = of.sums(kind.resident_bytes).sum(axis=0), of.most(kind.workspace_bytes).max(axis=0)
+    at_begin = of.sums(kind.begin_bytes).sum(axis=0) + of.most(kind.workspace_bytes)[0]
     stays += np.minimum(of.sums(kind.travelling_bytes).sum(axis=0), kind.most_travelling)
-    fewest = np.maximum(0, waiting - 1)
     if not row.splits_backward:
-        gradients = of.sums(kind.gradient_bytes).sum(axis=0)
-        return int((workspace + _with_gradients(stays, gradients, kept, flying, chunks, row, microbatches)).max())
+        gradients = of.sums(kind.gradient_bytes)
+        held = most_held(
+            row.name, stages, microbatches, of.sums(kind.activation_bytes), gradients, of.most(kind.workspace_bytes)
+        )  # fmt: skip
+        return int(np.maximum(at_begin, stays - gradients.sum(axis=0) + held).max())
+    fewest = np.maximum(0, waiting - 1)
     peak = stays + ((flying - fewest) * kept + fewest * waits) // chunks + workspace
     second = stays + ((flying - waiting) * kept + waiting * waits) // chunks
     second += of.sums(kind.second_bytes).max(axis=0)
-    return int(np.maximum(peak, np.where(waiting > 0, second, 0)).max())
-
-
-def _with_gradients(
-    stays: Int64Array, gradients: Int64Array, kept: Int64Array, flying: Int64Array, chunks: int, row: Schedule,
-    microbatches: int,
-) -> Int64Array:  # fmt: skip
-    """Of each submesh what stays and what is in flight, where it is most. gradients: of what stays, theirs.
-
-    Backward passes of a round of microbatches are of one chunk, whose gradients are there then. Once all forward passes
-    are done, each of them leaves less in flight: where there are few microbatches, not all gradients are there yet.
-    """
-    a_round = microbatches_a_round(row.name, microbatches, len(flying))
-    made = np.arange(1, chunks + 1)[:, None]
-    before = np.maximum(0, (made - 1) * a_round - (microbatches * chunks - flying))
-    held = (flying - np.minimum(before, flying)) * kept // chunks
-    most: Int64Array = (stays - (chunks - made) * gradients // chunks + held).max(axis=0)
-    return most
+    return int(np.maximum(np.maximum(peak, at_begin), np.where(waiting > 0, second, 0)).max())
 
 
 class _Rounds:

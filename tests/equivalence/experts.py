@@ -222,11 +222,12 @@ def main() -> int:
     parser.add_argument("--routings", nargs="*", default=[*ROUTINGS])
     parser.add_argument("--chunks", nargs="*", type=int, default=[1, 4])
     parser.add_argument("--every", type=int, default=1, help="of the cases in their order, one in so many")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first of them")
     parser.add_argument("--output", type=Path, help="folder for the table")
     options = parser.parse_args()
     started, rows = time.monotonic(), dict[Case, tuple[str, str]]()
     every = list(itertools.product(options.models, options.plans, options.chunks, options.routings))
-    for model_name, plan_name, chunks, routing in every[:: options.every]:
+    for model_name, plan_name, chunks, routing in every[options.first :: options.every]:
         case = Case(model_name, plan_name, routing, chunks)
         rows[case] = prove(case)
         outcome, why = rows[case]

@@ -11,6 +11,7 @@ from autopar.ir.placement import S
 from autopar.ops import axis_rules
 from autopar.ops.experts import ROUTED_EXPERTS, exchanged_rows
 from autopar.ops.notation import AxisRule
+from autopar.runtime.lowering.experts import routed_experts as runtime_experts
 from tests.ops.interpreter import Case, check, make_case
 from tests.ops.samples import f, table_samples
 from tests.ops.sweep import everything_trusted
@@ -52,6 +53,24 @@ def test_any_routing_computes_the_same(chosen: list[int], chunks: int) -> None:
     exchange, _ = rules_of(case)
     for rules, sizes in (((exchange,), (4,)), ((exchange, exchange), (2, 2))):
         assert check(case, rules, sizes) is None, sizes
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_numbers_of_no_expert_add_nothing(chunks: int) -> None:
+    """Models mark choices that they drop so: histograms of the experts leave them out."""
+    ids = torch.tensor([[0, 7], [8, 6], [7, 7], [3, 2]] * 3)
+    args = (f(12, 6), ids, f(12, 2), f(7, 6, 4), f(7, 4, 6), "relu", False, 7)
+    case = make_case(ROUTED_EXPERTS, args, {"chunks": chunks})
+    exchange, rules = rules_of(case)
+    for rule in rules:
+        assert check(case, (rule,), (4,)) is None, rule
+    assert check(case, (exchange, exchange), (2, 2)) is None
+
+
+def test_numbers_below_all_experts_end_in_an_error() -> None:
+    ids = torch.tensor([[0, -1]])
+    with pytest.raises(RuntimeError, match="found one below 0"):
+        runtime_experts(f(1, 6), ids, f(1, 2), f(7, 6, 4), f(7, 4, 6), "relu", False, 7)
 
 
 def test_what_is_exchanged_follows_the_tokens() -> None:

@@ -66,6 +66,7 @@ def routed_experts(
     biases (experts, hidden) and (experts, width); hidden may be two dims, of which one is both parts of a gate.
     `axes` split the experts. Over those of them that are `exchanged`, tokens are split, too, and every rank must call
     it, even one without tokens; over the others, the result is P, and only choices of this rank's experts are computed.
+    A number from `num_experts` up is no expert, and adds nothing; one below 0 ends in an error.
     """
     up = up.flatten(2)
     experts = _LocalExperts(
@@ -133,7 +134,8 @@ def _sorted(
     table = _slots(num_experts, tuple(splits), ids.device)
     sizes = [*(axis.size for axis in legs), _most(num_experts, splits)]
     last, tokens = math.prod(sizes), ids.size(0)
-    slots = table[ids]
+    torch._assert_async((ids >= 0).all(), "expected experts by numbers from 0 up, found one below 0")
+    slots = table[ids.clamp(max=num_experts)]
     chunk = (torch.arange(tokens, device=ids.device) * chunks).div(max(1, tokens), rounding_mode="floor")
     keys = torch.where(slots < last, slots + chunk.unsqueeze(1) * last, chunks * last).reshape(-1)
     counts = keys.new_zeros(chunks * last + 1).scatter_add_(0, keys, torch.ones_like(keys))
@@ -158,9 +160,10 @@ def _most(num_experts: int, splits: Sequence[_ExpertAxis]) -> int:
 @cache
 def _slots(num_experts: int, splits: tuple[_ExpertAxis, ...], device: torch.device) -> Tensor:
     """For each expert its number among those that choices may go to from here: by rank, then by place on the rank. The
-    others, of ranks that have the same tokens, have the number after the last."""
+    others, of ranks that have the same tokens, have the number after the last, and so has the table's own last, for
+    numbers that are no expert's."""
     most, ways = _most(num_experts, splits), math.prod(split.size for split in splits if split.leg >= 0)
-    table = [ways * most] * num_experts
+    table = [ways * most] * (num_experts + 1)
     for coordinate in itertools.product(*(range(split.size) for split in splits)):
         pairs = list(zip(splits, coordinate, strict=True))
         if all(split.leg >= 0 or index == split.own for split, index in pairs):

@@ -10,9 +10,9 @@ number of microbatches for those that this leaves. Bytes at least: the mean of w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ from autopar.simulate import Incremental
 from autopar.staging import cut, even_sizes, node_times_ns, stages_of_sizes
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
 from autopar.trace import find_blocks
+from autopar.zero import KINDS
 from benchmarks.quality.experts.grid import Expert, Placed
 
 _SOLVE = (2.0, 0, 0.01)
@@ -52,7 +53,7 @@ class Found(NamedTuple):
     layers_ns: tuple[float, ...]
     least_ns: int
     stored_bytes: int
-    saved_bytes: Callable[[str], int]
+    saved_bytes: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,10 @@ class Player:
         return Found(
             plan, self._layers_ns(place.placements, solution.choice), place.placements.least_step_ns(*_SOLVE),
             place.placements.usage_of(solution.choice)[0],
-            cache(partial(self._saved_bytes, place.placements, short.graph, solution.choice)),
+            {
+                recompute: self._saved_bytes(place.placements, short.graph, solution.choice, recompute)
+                for recompute in KINDS
+            },
         )  # fmt: skip
 
     def _saved_bytes(self, placements: Placements, graph: Graph, choice: Sequence[int], recompute: str) -> int:
@@ -206,7 +210,7 @@ class Player:
         found = self.found(placed, expert.pp)
         if found is None:
             return math.inf
-        saved = found.saved_bytes(expert.recompute) * placed.microbatches / count
+        saved = found.saved_bytes[expert.recompute] * placed.microbatches / count
         flying = in_flight(expert.schedule, expert.pp, count, expert.chunks, expert.pp) if expert.pp > 1 else 1
         return (found.stored_bytes + saved * flying / expert.chunks) / expert.pp
 

@@ -5,8 +5,10 @@
 Of each row (`rows`) the grid (`grid`) is played by the simulator, in the order of an estimate. Not played is what
 cannot be faster than the best that fits, by a bound; what computes more again than what fits, or is slower; and what an
 estimate says is far slower (`--beyond`) or larger: a count says how many of each. What is played is played until it
-must be slower than the best. Then the same request is searched for, and the ratio of both steps is noted. Written to
-results.json and results.md, a row as soon as it is there; rows of other requests are kept.
+must be slower than the best. Then the same request is searched for. Of plans that a profile cannot tell from the
+fastest, the search takes the one that fits most surely: so how likely the grid's best and the plan that was found fit
+is noted beside both steps and their ratio, and the step and ratio of the fastest that it simulated and that fits.
+Written to results.json and results.md, a row as soon as it is there; rows of other requests are kept.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from autopar.ir.recompute import again_text
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.tried import Tried
 from autopar.pipeline import planned_jointly
+from autopar.profiler import load_profile
 from autopar.request import BUDGETS, Request
 from autopar.tunables import USAGE_ABOVE
 from benchmarks.facts import facts, profile_told, write_record
@@ -117,8 +120,10 @@ def searched(row: Row, graph: Graph, search: str) -> dict[str, Any]:
     plan = planned_jointly(graph, Request(row.mesh, "train", "adamw", None, (), BUDGETS[search]))[1]
     for one in plan.search.tried if plan.search else ():
         print(*(_simulated(one) if one.step_time_ns and one.peak_bytes else ()), end="", flush=True)
+    fitting = (one for one in plan.search.tried if (one.peak_bytes or plan.memory_limit + 1) <= plan.memory_limit)
     return {
         "step_time_ns": plan.predicted.step_time_ns, "peak_bytes": plan.predicted.peak_bytes,
+        "fastest_ns": min([plan.predicted.step_time_ns, *(one.step_time_ns for one in fitting if one.step_time_ns)]),
         "processor_s": round(time.process_time() - began, 1), "plan": _told(plan),
         "profile": profile_told(row.mesh.profile), "date": date.today().isoformat(),
     }  # fmt: skip
@@ -126,7 +131,8 @@ def searched(row: Row, graph: Graph, search: str) -> dict[str, Any]:
 
 def _simulated(one: Tried) -> Iterator[str]:
     """A line of what was simulated of a plan, beside its estimate where there was one."""
-    what = one.template or f"{one.stages} submeshes of {one.mesh}, {one.schedule}, recompute={one.recompute}"
+    stages = f"{one.stages} submeshes of {one.mesh}, {one.schedule}, recompute={one.recompute}" if one.stages else ""
+    what = ", ".join(filter(None, (stages, one.template and f"template {one.template}")))
     yield f"  {one.step_time_ns / 1e9:.3f} s, {one.peak_bytes / 1e9:.1f} GB: {what}, {one.microbatches} microbatches"
     if one.estimated_ns and one.estimated_bytes:
         yield f"(estimated {one.estimated_ns / 1e9:.3f} s, {one.estimated_bytes / 1e9:.1f} GB)"
@@ -150,20 +156,36 @@ def _told(plan: Plan) -> str:
     return ", ".join([*said, plan.search.method.split(":")[0]])
 
 
+HEAD = ("row", "best of the grid", "s", "fits", "found", "s", "fits", "ratio", "fastest", "ratio", "processor s")
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """For people."""
-    said = ["| row | best of the grid | s | found | s | ratio | processor s |", "|---|---|---|---|---|---|---|"]
+    said = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
     for one in rows:
-        best = one["grid"]["best"] if "grid" in one else []
-        nothing = ("not played" if "grid" not in one else _none(one["grid"]), "")
         for search, found in one.get("searched", {}).items():
-            ratio = f"{found['step_time_ns'] / best[0]['step_time_ns']:.3f}" if best else ""
-            name, step = (best[0]["expert"], f"{best[0]['step_time_ns'] / 1e9:.3f}") if best else nothing
-            said.append(
-                f"| {one['row']}, {search} | {name} | {step} | {found['plan']} | {found['step_time_ns'] / 1e9:.3f} "
-                f"| {ratio} | {found['processor_s']} |"
-            )
+            best = one["grid"]["best"][:1] if "grid" in one else []
+            nothing = "not played" if "grid" not in one else _none(one["grid"])
+            name, step, fits = (best[0]["expert"], *_step(one["row"], best[0])) if best else (nothing, "", "")
+            fastest_ns = found.get("fastest_ns", found["step_time_ns"])
+            ratios = [
+                f"{ns / best[0]['step_time_ns']:.3f}" if best else "" for ns in (found["step_time_ns"], fastest_ns)
+            ]
+            columns = (
+                f"{one['row']}, {search}", name, step, fits, found["plan"], *_step(one["row"], found), ratios[0],
+                f"{fastest_ns / 1e9:.3f}", ratios[1], found["processor_s"],
+            )  # fmt: skip
+            said.append(f"| {' | '.join(map(str, columns))} |")
     return "\n".join(said)
+
+
+def _step(row: str, one: dict[str, Any]) -> tuple[str, str]:
+    """What a plan takes, and how likely it fits."""
+    profile = load_profile(ROWS[row].mesh.profile)
+    memory = profile.memory
+    taken = None if memory is None else memory.taken_bytes(one["peak_bytes"])
+    fits = "" if memory is None else f"{memory.fits_probability(taken, profile.facts.capacity_bytes):.2f}"
+    return f"{one['step_time_ns'] / 1e9:.3f}", fits
 
 
 def main() -> None:

@@ -1,0 +1,94 @@
+"""How tokens travel to experts is chosen by price: which ranks share the experts, and how many chunks there are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+
+import autopar
+from autopar.by_hand import template_of_graph
+from autopar.driver import Context, Front, of_plan, outline_of
+from autopar.families import faster_templates
+from autopar.ir.graph import Graph
+from autopar.microbatch import check_plan
+from autopar.ops.experts import ROUTED_EXPERTS
+from autopar.passes.exchange import exchange, exchanges_tokens
+from autopar.request import Request, budget_of
+from autopar.rewrites import graph_of
+from autopar.trace import trace
+
+MESH = autopar.Mesh("v100", nodes=2, devices_per_node=4)
+
+
+@cache
+def graph(tokens: int = 1_024, sequences: int = 8) -> Graph:
+    """One layer of 16 wide experts, without weights."""
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=256, hidden_size=1_024, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=8,
+        moe_intermediate_size=1_024, num_experts=16, num_experts_per_tok=4, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(config)
+        ids = torch.zeros(sequences, tokens, dtype=torch.int64)
+    return trace(model, {"input_ids": ids, "labels": ids})
+
+
+def request() -> Request:
+    return Request(MESH, "train", "adamw", None, (), budget_of("fast"), None)
+
+
+def in_turn(traced: Graph, **options: Any) -> tuple[Front, Any, list[Any]]:
+    """What the pass makes of a template."""
+    plan = template_of_graph(traced, MESH, **options)
+    front = Front(traced)
+    start = of_plan(front.given, outline_of(plan), plan)
+    front.add(start, "template")
+    return front, start, [*exchange(front, Context(request()))]
+
+
+def chunks_of(one: Graph) -> int:
+    return next(dict(node.kwargs).get("chunks", 1) for node in one.nodes if node.op == ROUTED_EXPERTS)
+
+
+def test_chunks_are_as_many_as_gain() -> None:
+    """Each is faster than the one before, well typed, and replayed from its file; what it says is simulated."""
+    front, start, found = in_turn(graph(), dp=8, ep=8)
+    assert [chunks_of(one.graph) for one in found] == [2, 4, 8][: len(found)] and found
+    steps = [start.step_ns, *(one.step_ns for one in found)]
+    assert steps == sorted(steps, reverse=True) and len(set(steps)) == len(steps)
+    for one in found:
+        plan = replace(one.plan, substitutions=one.variant.steps)
+        check_plan(one.graph, plan)
+        again = graph_of(autopar.Plan.from_json(plan.to_json()), graph())
+        assert again.fingerprint == one.graph.fingerprint
+        assert plan.timeline is not None and plan.predicted.comm_bytes["exchange"] > 0
+        by_hand = template_of_graph(graph(), MESH, dp=8, ep=8, exchange_chunks=chunks_of(one.graph))
+        assert by_hand.predicted.step_time_ns == one.step_ns
+        assert by_hand.predicted.comm_bytes == plan.predicted.comm_bytes
+    front.add(found[-1], "exchange")
+    assert not [*exchange(front, Context(request()))]  # they are not cut twice
+
+
+def test_few_tokens_travel_at_once() -> None:
+    _, _, found = in_turn(graph(8), dp=8, ep=8)
+    assert not found
+
+
+def test_where_no_token_travels_nothing_is_cut() -> None:
+    _, start, found = in_turn(graph(), dp=8)
+    assert not exchanges_tokens(start.graph, start.plan) and not found
+
+
+def test_templates_that_share_experts_are_played() -> None:
+    """Those of a node, of all nodes at once, and in two levels."""
+    rows, found = faster_templates(graph(), None, request(), experts=16)
+    looked = {row.template for row in rows if row.template}
+    assert any("ep=4" in name for name in looked) and any("exchange=two-level" in name for name in looked)
+    for _, plan, made in found:
+        stated = made()
+        check_plan(graph(), stated)
+        assert exchanges_tokens(graph(), plan) and stated.predicted.comm_bytes["exchange"] > 0
