@@ -17,6 +17,7 @@ from autopar.contexts import for_sequences, gathered, in_rings, with_contexts
 from autopar.driver import Context, Front, of_plan, outline_of
 from autopar.errors import AutoparError, PlanError
 from autopar.families import Family, stated
+from autopar.passes.contexts import contexts
 from autopar.passes.rings import rings
 from autopar.pipeline import template_of_graph
 from autopar.request import BUDGETS, Request
@@ -212,15 +213,19 @@ def test_long_sequences_are_split_by_any_search() -> None:
     assert predict(plans[0].plan.simulator(plans[0].plan)).step_time_ns == predicted.step_time_ns
 
 
-def test_where_memory_binds_a_sequence_is_split_without_a_constraint() -> None:
-    """Found by the search of a graph that says where it may be, beside what the model's own has under that limit."""
-    config = gpt.Config(num_layers=1, seq_len=BOUND_SEQUENCE, batch_size=2, num_heads=1, hidden_size=16)
-    model, batch = gpt.build(config), gpt.example_inputs(config)
-    mesh, limit = autopar.Mesh("cpu", devices_per_node=4), 850_000
-    program = autopar.parallelize(model, mesh, batch, memory_limit=limit, search="fast")
-    assert program.plan.predicted.peak_bytes <= limit
-    assert "split-sequence" in {step.rule for step in program.plan.substitutions}
-    assert_equal(model, batch, program)
+def test_where_nothing_fits_the_graph_whose_sequences_may_be_split_is_planned_too() -> None:
+    """As the model's own is, in one stage and in several."""
+    request = Request(autopar.Mesh("cpu", devices_per_node=4), "train", "adamw", None, (), BUDGETS["fast"])
+    rules = []
+    for length in (BOUND_SEQUENCE, BOUND_SEQUENCE // 2):
+        config = gpt.Config(num_layers=1, seq_len=length, batch_size=2, num_heads=1, hidden_size=16)
+        front = Front(trace(gpt.build(config), gpt.example_inputs(config)))
+        assert front.next_round()
+        opened = [*contexts(front, Context(request))]
+        assert all(one.made is None and one.outline is None for one in opened)
+        rules.append([{step.rule for step in one.variant.steps} for one in opened])
+    assert len(rules[0]) == 1 and "split-sequence" in rules[0][0]
+    assert not rules[1]
 
 
 def test_rings_are_taken_back() -> None:
