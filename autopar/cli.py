@@ -1,4 +1,4 @@
-"""The `autopar` command: plan, show, explain, diff, report, simulate, emit, run, verify and profile."""
+"""The `autopar` command: plan, show, explain, diff, report, simulate, emit, run, verify, profile and audit."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from typing import Any, NoReturn
 import rich
 import torch
 
+from autopar.auditing import command as auditing
 from autopar.cost.memory import OPTIMIZERS
 from autopar.cost.profile import profile_to_json
 from autopar.cost.residuals import size_name
-from autopar.emit import script
+from autopar.emit import script_name
 from autopar.errors import AutoparError, InternalError, MeshError, PlanError
 from autopar.ir.constraint import Constraint
 from autopar.ir.mesh import Mesh
@@ -99,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     _reading(commands)
     _with_model(commands)
     _measuring(commands)
+    auditing.add_options(_command(commands, "audit", _audit, "judge another framework's configuration, and better it"))
     return parser
 
 
@@ -363,6 +365,10 @@ def _template(text: str | None) -> dict[str, Any] | None:
     return found | ({"sequence_parallel": bool(found["sequence_parallel"])} if "sequence_parallel" in found else {})
 
 
+def _audit(options: argparse.Namespace) -> int:
+    return auditing.run(options, load_model)
+
+
 def _show(options: argparse.Namespace) -> int:
     """Tables on a terminal; elsewhere the plain text, which other programs may read."""
     plan = Plan.load(options.plan)
@@ -413,7 +419,7 @@ def _emit(options: argparse.Namespace) -> int:
     model, inputs = load_model(options.model, options.meta)
     folder = parallelize(model, plan.mesh, inputs, mode=plan.mode, plan=plan).save(options.output)
     nodes = f"--nnodes {plan.mesh.nodes} " if plan.mesh.nodes > 1 else ""
-    print(f"torchrun {nodes}--nproc-per-node {plan.mesh.devices_per_node} {folder / script(plan)[0]}")
+    print(f"torchrun {nodes}--nproc-per-node {plan.mesh.devices_per_node} {folder / script_name(plan)}")
     return 0
 
 
@@ -429,7 +435,7 @@ def _run(options: argparse.Namespace) -> int:
     found_here = str(Path(__file__).parents[1])  # the ranks import this autopar, also from a checkout
     paths = [found_here, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run([*command, str(options.output / script(plan)[0])], env=environment, check=False).returncode
+    return subprocess.run([*command, str(options.output / script_name(plan))], env=environment, check=False).returncode
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autopar.emit import script
+from autopar.cost.compute import flops
+from autopar.emit import StepFigures, script, script_name
 from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
 from autopar.ir.placement import R, S
 from autopar.ir.plan import Plan, Stage
 from autopar.ir.writing import write_whole
+from autopar.profiler import profiles_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,8 +66,7 @@ class PlannedProgram:
         folder = Path(folder)
         write_whole(folder / "program.py", self.source)
         write_whole(folder / "plan.json", self.plan.to_json())
-        name, text = script(self.plan)
-        write_whole(folder / name, text)
+        write_whole(folder / script_name(self.plan), script(self.plan, _figures(self._graph, self.plan)))
         if self._state is not None:
             part = folder / "weights.pt.part"
             torch.save(dict(self._state), part)
@@ -83,6 +85,23 @@ class PlannedProgram:
         if self._state is not None:
             rank.init_from(self._state, broadcast=False)
         return rank
+
+
+def _figures(graph: Graph, plan: Plan) -> StepFigures:
+    """What a step's time is held against: of what is trained, the backward pass takes twice what the forward does."""
+
+    def shapes(names: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        return tuple(graph.tensors[name].shape for name in names)
+
+    forward = sum(flops(node, shapes(node.operands), shapes(node.results)) for node in graph.nodes)
+    largest = max(graph.parameters, key=lambda item: math.prod(graph.tensors[item.tensor].shape), default=None)
+    dtype = "float32" if largest is None else graph.tensors[largest.tensor].dtype
+    profiles = profiles_of(plan.mesh)
+    peak = sum(
+        group.num_devices * profiles[group.profile].shared_by(group.devices_per_node).peak_flops(dtype)
+        for group in plan.mesh.groups
+    )
+    return StepFigures((3.0 if plan.mode == "train" else 1.0) * forward, peak, dtype)
 
 
 def load_source(source: str) -> ModuleType:

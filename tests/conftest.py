@@ -1,4 +1,5 @@
-"""What all tests share: golden texts, one thread a process, and the order: unit tests, sweeps, several processes."""
+"""What all tests share: golden texts, one thread a process, samples of products, and the order: unit tests, sweeps,
+several processes."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.garbage import collect_seldom
+from tests.sampling import left_out
 from tests.traced import traced_once
 
 if TYPE_CHECKING:
@@ -24,15 +26,18 @@ if TYPE_CHECKING:
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
 RANKS_FIXTURE = "rank_pool"
+#: whose tests plan models and run them, mostly on threads: those of one file share what they import and trace
+ROOMS_OF_SWEEPS = {"branches", "carried", "constructs", "equivalence", "random_programs"}
 
 # Read when torch starts its threads, which is after this file: several ranks share the machine's few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds --refresh-golden and --substitutions."""
+    """Adds --refresh-golden, --substitutions and --whole."""
     parser.addoption("--refresh-golden", action="store_true", help="rewrite tests/golden/ with what tests print")
     parser.addoption("--substitutions", action="store_true", help="take substituted graphs wherever there are any")
+    parser.addoption("--whole", action="store_true", help="run products of models and plans whole, not a sample")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -86,12 +91,19 @@ def _no_search_makes_ill_typed_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "refused", told)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Moves sweeps behind the unit tests, and tests of several processes behind both: the simplest failure is seen
-    first. Several workers (`-n 2`) take what shares a model or a file together: it is traced, planned and run once."""
+    first. Several workers (`-n 2`) take what shares a model or a file together: it is traced, planned and run once.
+    Products are sampled unless all are asked for, or some by name."""
+    if not (config.getoption("--whole") or config.getoption("keyword")):
+        others = left_out(items)
+        config.hook.pytest_deselected(items=[*others])
+        items[:] = [item for item in items if item not in others]
     for item in items:
         if RANKS_FIXTURE in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
+        elif item.path.parent.name in ROOMS_OF_SWEEPS:
+            item.add_marker(pytest.mark.sweep)
         if _part(item) or _has_fixtures_of_its_file(item):
             item.add_marker(pytest.mark.xdist_group(_shared(item)))
     items.sort(key=_part)

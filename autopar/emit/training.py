@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from autopar.ir.plan import Plan
 
-_SHARED = """def batches():
+_BATCHES = """def batches():
     generator = torch.Generator().manual_seed(0)
     while True:
         yield {
@@ -15,19 +17,23 @@ _SHARED = """def batches():
         }
 
 
-@torch.no_grad()
-def initialise(rank: rt.Rank) -> str:
-    weights = HERE / "weights.pt"
-    if weights.exists():
-        rank.init_from(torch.load(weights, weights_only=True), broadcast=False)
-    else:  # planned from a meta model: random matrices, everything else one
+"""
+
+_INITIALISE = """@torch.no_grad()
+def initialise(rank: rt.Rank, weights: Path | None = None) -> str:
+    own = HERE / "weights.pt"
+    if own.exists():
+        rank.init_from(torch.load(own, weights_only=True), broadcast=False)
+    elif weights is None:  # planned from a meta model: random matrices, everything else one
         for number, parameter in enumerate(rank.parameters()):
             torch.manual_seed(number)  # ranks that hold the same draw the same
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter.data
             local.normal_(std=0.02) if parameter.dim() > 1 else local.fill_(1.0)
         rank.unite_tied()
     torch.manual_seed(0)
-    return "" if weights.exists() else f"random weights, as there is no {weights.name} beside this file"
+    if weights is not None:
+        return str(rank.load_safetensors(weights))
+    return "" if own.exists() else f"random weights, as there is no {own.name} beside this file"
 
 
 """
@@ -50,11 +56,11 @@ from autopar import runtime as rt
 HERE = Path(__file__).parent
 
 
-{shared}def main(steps: int) -> None:
+{batches}{initialise}def main(steps: int, weights: Path | None) -> None:
     rt.keep_freed_memory()  # of tensors on the CPU, for the next step
     rank = rt.build(program.Program, timeout_s=300)  # how long ranks wait for one that is slow or lost
     is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    told = initialise(rank)
+    told = initialise(rank, weights)
     if told and is_first:
         print(told, flush=True)
     with torch.no_grad():
@@ -71,18 +77,24 @@ HERE = Path(__file__).parent
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3)
-    main(parser.parse_args().steps)
+    parser.add_argument("--weights", type=Path, help="a folder of save_pretrained's")
+    options = parser.parse_args()
+    main(options.steps, options.weights)
 '''
 
-_TRAIN = '''"""Trains the program beside this file: torchrun --nproc-per-node {world} train.py
+_TRAIN = '''"""Trains the program beside this file: torchrun --nproc-per-node {world} train.py [OPTIONS], see --help
 
-Replace `batches()` by your data: each item is one global batch, the same on every rank. Every few steps a checkpoint
-is written, and training goes on from the last one: when ranks were lost (`torchrun --max-restarts 3` starts them anew
-by itself), or under another plan of the same model, on any number of ranks. All ranks must see the folder.
+Replace `batches()` by your data: a DataLoader, or any iterable of dicts; each item is one global batch, the same on
+every rank. Checkpoints are written every few steps or minutes and when a signal ends the run; training goes on from the
+last one: when ranks were lost (`torchrun --max-restarts 3` starts them anew by itself), or under another plan of the
+same model, on any number of ranks. All ranks must see the folders.
 """
 
 import argparse
-import itertools
+import json
+import math
+import shutil
+import time
 from pathlib import Path
 
 import torch
@@ -91,45 +103,172 @@ import program
 from autopar import runtime as rt
 
 HERE = Path(__file__).parent
+PREDICTED_S = {predicted_s}  # a step, by plan.json
+STEP_FLOPS = {step_flops}  # of the model, forward and backward, without what runs twice
+PEAK_FLOPS = {peak_flops}  # a second, of all devices together, {dtype}
 
 
-{shared}def main(steps: int, save_every: int, checkpoints: Path) -> None:
+{batches}def text_batches(files: list[Path], tokenizer: str | None, seed: int):
+    """Pieces of text of the length that the program was planned for, as bytes or by a tokenizer of transformers."""
+    rows, length = program.Program.INPUTS[0].shape
+    text = "\\n".join(file.read_text(encoding="utf-8") for file in files)
+    if tokenizer is None:
+        tokens = torch.tensor(list(text.encode()))
+    else:
+        from transformers import AutoTokenizer
+
+        tokens = torch.tensor(AutoTokenizer.from_pretrained(tokenizer)(text)["input_ids"])
+    names = [spec.name for spec in program.Program.INPUTS]
+    shift = 0 if names == ["input_ids", "labels"] else 1  # models of transformers look at the next token themselves
+    starts = range(0, len(tokens) - length - shift + 1, length)
+    read, wanted = ([tokens[at + by : at + by + length] for at in starts] for by in (0, shift))
+    pieces = [dict(zip(names, pair, strict=True)) for pair in zip(read, wanted, strict=True)]
+    if len(pieces) < rows:
+        raise SystemExit(f"expected text of {{rows * length}} tokens for a batch, found {{len(tokens)}}")
+    order = torch.Generator().manual_seed(seed)
+    return torch.utils.data.DataLoader(pieces, batch_size=rows, shuffle=True, drop_last=True, generator=order)
+
+
+{initialise}def learning_rate(options: argparse.Namespace, step: int) -> float:
+    """Of a step, as a share of --lr: a linear warm-up, then constant, or down to a tenth by a cosine."""
+    if step < options.warmup_steps:
+        return (step + 1) / options.warmup_steps
+    if options.schedule == "constant":
+        return 1.0
+    done = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+@torch.no_grad()
+def evaluate(rank: rt.Rank, loader, count: int) -> float:
+    """The mean loss of some batches, in the mode that the program was planned in; buffers stay as they are."""
+    kept = [(buffer, buffer.clone()) for buffer in rank.buffers()]
+    losses = []
+    for _, batch in zip(range(count), rank.batches(loader, short="drop"), strict=False):
+        outputs = rank(**batch)
+        losses.append(outputs if torch.is_tensor(outputs) else outputs[program.Program.LOSS_INDEX])
+    for buffer, before in kept:
+        buffer.copy_(before)
+    return torch.stack(losses).mean().item()
+
+
+def told(figures: dict) -> str:
+    """A step's figures on one line."""
+    line = f"step {{figures['step']}} loss {{figures['loss']:.4f}}"
+    line += f" norm {{figures['norm']:.3g}} lr {{figures['lr']:.3g}} took {{figures['step_s'] * 1000:.0f}} ms"
+    line += f" (predicted {{PREDICTED_S * 1000:.0f}} ms), {{figures['samples_per_s']:.4g}} samples/s"
+    line += f", {{figures['mfu']:.1%}} of peak"
+    return line + (f", evaluation loss {{figures['eval_loss']:.4f}}" if "eval_loss" in figures else "")
+
+
+def main(options: argparse.Namespace) -> None:
     rt.keep_freed_memory()  # of tensors on the CPU, for the next step
     rank = rt.build(program.Program, timeout_s=300)  # how long ranks wait for one that is slow or lost
-    optimizer = torch.optim.AdamW(rank.parameters(), lr=3e-4)
-    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    told = initialise(rank)
-    start = rt.load_checkpoint(checkpoints, rank, optimizer)
+    optimizer = torch.optim.AdamW(rank.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(options, step))
+    loader = text_batches(options.text, options.tokenizer, options.seed) if options.text else batches()
+    held_out = text_batches(options.eval_text, options.tokenizer, options.seed) if options.eval_text else None
+    data = rank.batches(loader, epochs=None)
+    is_first = rank.number == 0
+    started = initialise(rank, options.weights)
+    extra = {{"schedule": schedule, "data": data}}
+    start = rt.load_checkpoint(options.checkpoints, rank, optimizer, extra=extra)
     if start:
-        told = f"goes on after step {{start - 1}}, from {{rt.last_checkpoint(checkpoints)}}"
-    if told and is_first:
-        print(told, flush=True)
-    if start >= steps and is_first:
-        print(f"no step is left of {{steps}}: ask for more by --steps", flush=True)
-    for step, batch in enumerate(itertools.islice(batches(), start, steps), start):
+        started = f"goes on after step {{start - 1}}, from {{rt.last_checkpoint(options.checkpoints)}}"
+    if started and is_first:
+        print(started, flush=True)
+    if start >= options.steps and is_first:
+        print(f"no step is left of {{options.steps}}: ask for more by --steps", flush=True)
+    watch = rt.Watch(rank, every=options.save_every, minutes=options.save_minutes)
+    log = options.log_file.open("a") if options.log_file and is_first else None
+    began = time.perf_counter()
+    for step, batch in zip(range(start, options.steps), data, strict=False):
         optimizer.zero_grad()
         loss = rank.train_step(**batch)
-        rank.clip_grad_norm_(1.0)
+        norm = rank.clip_grad_norm_(options.clip)
+        rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
+        schedule.step()
+        figures = {{"step": step, "loss": loss.item(), "norm": norm.item(), "lr": rate}}
+        figures["step_s"] = time.perf_counter() - began
+        figures["predicted_s"] = PREDICTED_S
+        figures["samples_per_s"] = program.Program.INPUTS[0].shape[0] / figures["step_s"]
+        figures["mfu"] = STEP_FLOPS / figures["step_s"] / PEAK_FLOPS
+        if held_out is not None and (step + 1) % options.eval_every == 0:
+            figures["eval_loss"] = evaluate(rank, held_out, options.eval_batches)
         if is_first:
-            print(f"step {{step}} loss {{loss.item():.4f}}", flush=True)
-        if (step + 1) % save_every == 0 or step + 1 == steps:
-            rt.save_checkpoint(checkpoints, rank, optimizer, step=step + 1)
+            print(told(figures), flush=True)
+        if log is not None:
+            print(json.dumps(figures), file=log, flush=True)
+        due = watch.after(step + 1, options.steps)
+        if due.save:
+            rt.save_checkpoint(options.checkpoints, rank, optimizer, step=step + 1, extra=extra)
+        if due.stop:
+            break
+        began = time.perf_counter()
+    if options.export:
+        export(rank, options.export, options.weights, is_first)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-if __name__ == "__main__":
+def export(rank: rt.Rank, folder: Path, weights: Path | None, is_first: bool) -> None:
+    """Writes Hugging Face's files, with the config and the tokenizer that lie beside the weights it began with."""
+    rank.save_safetensors(folder)
+    if is_first and weights is not None and weights.is_dir():
+        for file in weights.iterdir():
+            if file.suffix in (".json", ".txt", ".model", ".jinja") and not file.name.endswith(".index.json"):
+                shutil.copy(file, folder / file.name)
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--warmup-steps", type=int, default=0)
+    parser.add_argument("--schedule", choices=("constant", "cosine"), default="constant")
+    parser.add_argument("--weight-decay", type=float, default=0.01)
+    parser.add_argument("--clip", type=float, default=1.0, help="the largest norm of all gradients")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of text")
+    parser.add_argument("--weights", type=Path, help="a folder of save_pretrained's to begin with")
+    parser.add_argument("--text", type=Path, nargs="+", help="files to train on, in the place of batches()")
+    parser.add_argument("--tokenizer", help="a folder of transformers' tokenizer; else bytes are tokens")
+    parser.add_argument("--eval-text", type=Path, nargs="+", help="files to evaluate on")
+    parser.add_argument("--eval-every", type=int, default=50, help="steps")
+    parser.add_argument("--eval-batches", type=int, default=8)
     parser.add_argument("--save-every", type=int, default=5, help="steps from one checkpoint to the next")
+    parser.add_argument("--save-minutes", type=float, help="minutes from one checkpoint to the next")
     parser.add_argument("--checkpoints", type=Path, default=HERE / "checkpoints", help="may be another plan's")
-    options = parser.parse_args()
-    main(options.steps, options.save_every, options.checkpoints)
+    parser.add_argument("--log-file", type=Path, help="a file for each step's figures, a JSON object a line")
+    parser.add_argument("--export", type=Path, help="a folder for the trained weights, in Hugging Face's files")
+    return parser.parse_args(given)
+
+
+if __name__ == "__main__":
+    main(arguments())
 '''
 
 
-def script(plan: Plan) -> tuple[str, str]:
-    """The name and the text of the script for a plan: train.py, or for inference evaluate.py."""
-    name, text = ("train.py", _TRAIN) if plan.mode == "train" else ("evaluate.py", _EVALUATE)
-    return name, text.format(world=plan.mesh.num_devices, shared=_SHARED)
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """What a log holds a step against: the floating-point operations of the model's step, and those that all devices
+    together can do in a second, in a dtype."""
+
+    step_flops: float = 0.0
+    peak_flops: float = 1.0
+    dtype: str = "float32"
+
+
+def script_name(plan: Plan) -> str:
+    """train.py, or for inference evaluate.py."""
+    return "train.py" if plan.mode == "train" else "evaluate.py"
+
+
+def script(plan: Plan, figures: StepFigures) -> str:
+    """The text of the script for a plan."""
+    text = _TRAIN if plan.mode == "train" else _EVALUATE
+    return text.format(
+        world=plan.mesh.num_devices, batches=_BATCHES, initialise=_INITIALISE, dtype=figures.dtype,
+        predicted_s=f"{plan.predicted.step_time_ns / 1e9:.6g}", step_flops=f"{figures.step_flops:.4g}",
+        peak_flops=f"{figures.peak_flops:.4g}",
+    )  # fmt: skip

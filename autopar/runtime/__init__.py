@@ -42,6 +42,7 @@ from autopar.runtime.rank import Rank
 from autopar.runtime.recomputing import recomputed
 from autopar.runtime.redistribute import redistribute
 from autopar.runtime.remaking import remade, remaking
+from autopar.runtime.watch import Watch
 
 __all__ = [
     "Axis",
@@ -62,6 +63,7 @@ __all__ = [
     "RankMesh",
     "Received",
     "Stage",
+    "Watch",
     "WorldError",
     "Zeros",
     "apply",

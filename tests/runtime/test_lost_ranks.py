@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -47,13 +48,13 @@ def strike(grad):
         os.kill(os.getpid(), getattr(signal, name))
     return grad
 initialise = train.initialise
-def watched(rank):
-    initialise(rank)
+def watched(rank, weights):
+    initialise(rank, weights)
     leaf = next(slot.leaf for part in rank._locals for bucket in part.reducer.buckets for slot in bucket.slots)
     leaf.register_hook(strike)  # in the backward pass, before the first bucket of gradients is sent
 train.initialise = watched
 torch.set_num_threads(1)
-train.main(int(os.environ["STEPS"]), 2, here / "checkpoints")
+train.main(train.arguments(["--steps", os.environ["STEPS"], "--save-every", "2", "--log-file", str(here / "log")]))
 """
 
 
@@ -153,9 +154,16 @@ def test_training_resumes_from_the_last_checkpoint(tmp_path: Path) -> None:
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     assert (tmp_path / "struck").exists()
-    printed = [(int(step), float(loss)) for step, loss in re.findall(r"^step (\d+) loss ([\d.]+)$", run.stdout, re.M)]
+    printed = [
+        (int(step), float(loss))
+        for step, loss in re.findall(r"^step (\d+) loss ([\d.]+) norm .* samples/s, .* of peak$", run.stdout, re.M)
+    ]
     assert [step for step, _ in printed] == [0, 1, 2, 2, 3, 4, 5]
     assert re.search(r"^goes on after step 1, from .*step_00000002$", run.stdout, re.M)
+    logged = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [(item["step"], round(item["loss"], 4)) for item in logged] == printed
+    predicted_s = saved.plan.predicted.step_time_ns / 1e9
+    assert all(item["predicted_s"] == pytest.approx(predicted_s, rel=1e-4) and item["mfu"] > 0 for item in logged)
     expected = single_device(tmp_path, model)
     for step, loss in printed:
         assert loss == pytest.approx(expected[step], abs=2e-4)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from autopar.runtime.errors import ProgramError
 
-READ_BYTES = 8 << 20
+READ_BYTES = 4 << 20
 """A slice is read in pieces of at most this size, so that what is read ahead of its place is small."""
-MAPPED_BYTES = 32 << 20
+MAPPED_BYTES = 8 << 20
 """After so many bytes a file is opened anew: pages of a mapped file that were read count as the process's memory."""
 
 DTYPES = {
