@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import runtime as rt
+from autopar.contexts import for_sequences
 from autopar.emit import emit
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Placement, chunk_length
 from autopar.ir.plan import Plan
 from autopar.program import model_state
-from autopar.rewrites import for_sequences
 from autopar.trace import trace
 from tests.equivalence.predicted import bytes_by_submesh
 from tests.random_programs.plans import Choices, make_plan
