@@ -51,7 +51,7 @@ views.fill(
         "card": "autopar.show.card:card",
         "report": "autopar.show.report:write_report",
         "picture": "autopar.show.picture:picture",
-        "prediction": "autopar.simulate.timeline:predict",
+        "predicted_again": "autopar.step:predicted_again",
         "perfetto": "autopar.show.perfetto:trace",
         "measured_routing": "autopar.trace.popularity:measured",
         "to_json": "autopar.ir.serialization:to_json",
