@@ -11,7 +11,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -104,21 +106,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.ranks)
         elif item.path.parent.name in ROOMS_OF_SWEEPS:
             item.add_marker(pytest.mark.sweep)
-        if _part(item) or _has_fixtures_of_its_file(item):
-            item.add_marker(pytest.mark.xdist_group(_shared(item)))
+        if _part(item) or _has_fixtures_of_its_file(item) or _remembers(getattr(item, "module", None)):
+            _group(item, _shared(item), config.getoption("loadgroup", False))
     items.sort(key=_part)
+
+
+def _group(item: pytest.Item, name: str, is_told: bool) -> None:
+    """Workers tell xdist's scheduler groups in the names of tests. xdist 3.8 writes them where pytest 9.2 does not look
+    any more, so that each test was a group of its own."""
+    item.add_marker(pytest.mark.xdist_group(name))
+    if is_told and hasattr(item, "_id"):
+        from _pytest.nodeid import coerce_node_id
+
+        item._id = coerce_node_id(f"{item.nodeid}@{name}")
 
 
 def _shared(item: pytest.Item) -> str:
     """What the tests of a model, or else of a file, compute once."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return str(parameters.get("model_name", item.path.stem))
+    return str(parameters.get("model_name", f"{item.path.parent.name}.{item.path.stem}"))
 
 
 def _has_fixtures_of_its_file(item: pytest.Item) -> bool:
     """Whether some fixture, such as a plan or a browser, is made once for several tests."""
     known = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
     return any(own[-1].scope in ("module", "session") and own[-1].baseid.startswith("tests") for own in known)
+
+
+@cache
+def _remembers(module: ModuleType | None) -> bool:
+    """Whether functions of a file keep what they give, such as a traced model, for all its tests."""
+    name = getattr(module, "__name__", "")
+    return any(hasattr(made, "cache_clear") and made.__module__ == name for made in vars(module or object).values())
 
 
 def _part(item: pytest.Item) -> int:
