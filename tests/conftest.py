@@ -97,7 +97,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Moves sweeps behind the unit tests, and tests of several processes behind both: the simplest failure is seen
     first. Several workers (`-n 2`) take what shares a model or a file together: it is traced, planned and run once.
     Products are sampled unless all are asked for, or some by name."""
-    if not (config.getoption("--whole") or config.getoption("keyword")):
+    is_named = config.getoption("keyword") or any("::" in argument for argument in config.args)
+    if not (config.getoption("--whole") or is_named):
         others = left_out(items)
         config.hook.pytest_deselected(items=[*others])
         items[:] = [item for item in items if item not in others]

@@ -3,7 +3,8 @@
 A test says so itself: `@pytest.mark.sampled` keeps, of all combinations of its parameters, few in which each value of
 each parameter appears; `sampled(times=2)` as few in which each appears twice, beside different values of the others;
 `sampled(together=2)` those in which each value meets each value of every other parameter; `always=("gpt-tp",)` keeps
-those of these names before it chooses others.
+those of these names before it chooses others. `@pytest.mark.whole`, on a test or on one of its cases, is for what
+others in the suite show too: it runs with `--whole` alone, or when it is asked for by name.
 """
 
 from __future__ import annotations
@@ -42,12 +43,14 @@ def sample(rows: Sequence[Row], times: int = 1, together: int = 1, always: Colle
 
 
 def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """What a sample of each marked test's items does without."""
+    """What a sample of each marked test's items does without, and what only the whole has."""
     tests: dict[str, list[pytest.Item]] = {}
+    items = list(items)
+    alone = {item for item in items if item.get_closest_marker("whole")}
     for item in items:
-        if item.get_closest_marker("sampled"):
+        if item not in alone and item.get_closest_marker("sampled"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return {item for own in tests.values() for item in _rest(own)}
+    return alone.union(*map(_rest, tests.values()))
 
 
 def _rest(items: list[pytest.Item]) -> list[pytest.Item]:
