@@ -18,6 +18,7 @@ from autopar.driver import Candidate, Context, Front, of_plan
 from autopar.families import Family, stated
 from autopar.interop.submeshes import divisors
 from autopar.ir.graph import Graph
+from autopar.ir.structure import batch_inputs
 from autopar.passes.template import is_open
 from autopar.substitute import GraphCandidate, sequences
 from autopar.template import longest_sequence, template_axes
@@ -43,12 +44,14 @@ def contexts(front: Front, context: Context) -> Iterator[Candidate]:
 
 
 def _is_bound(front: Front, context: Context) -> bool:
-    """Whether the model's own graph does not fit; or on few devices, computes something again to do so."""
+    """Whether the model's own graph does not fit; or on few devices, which are more than the samples that they could
+    share, computes something again to do so."""
     best, graph = front.best_of(front.given), front.given.graph
     if longest_sequence(graph) < BOUND_SEQUENCE:
         return False
-    is_small = context.request.mesh.num_devices <= FEW_DEVICES
-    return best is None or (is_small and bool(best.plan.recompute))
+    devices = context.request.mesh.num_devices
+    has_few = min((graph.tensors[name].shape[0] for name in batch_inputs(graph)), default=devices) < devices
+    return best is None or (devices <= FEW_DEVICES and has_few and bool(best.plan.recompute))
 
 
 class _Templates:
