@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from autopar import views
 
 if TYPE_CHECKING:
+    from autopar.auditing import Audit as Audit
+    from autopar.auditing import audit as audit
     from autopar.ir.constraint import Constraint as Constraint
     from autopar.ir.mesh import Mesh as Mesh
     from autopar.ir.plan import Plan as Plan
@@ -24,12 +26,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Audit": "autopar.auditing",
     "AutoparError": "autopar.errors",
     "Constraint": "autopar.ir.constraint",
     "Mesh": "autopar.ir.mesh",
     "Plan": "autopar.ir.plan",
     "Routing": "autopar.ir.routing",
     "SearchBudget": "autopar.request",
+    "audit": "autopar.auditing",
     "parallelize": "autopar.pipeline",
     "register_rule": "autopar.ops",
     "template_plan": "autopar.pipeline",
@@ -39,6 +43,7 @@ _HOMES = {
 
 views.fill(
     {
+        "audit": "autopar.auditing.text:audit_text",
         "text": "autopar.show.text:plan_text",
         "difference": "autopar.show.text:diff_text",
         "explanation": "autopar.show.explain:explain_text",
@@ -46,7 +51,7 @@ views.fill(
         "card": "autopar.show.card:card",
         "report": "autopar.show.report:write_report",
         "picture": "autopar.show.picture:picture",
-        "prediction": "autopar.simulate.timeline:predict",
+        "predicted_again": "autopar.step:predicted_again",
         "perfetto": "autopar.show.perfetto:trace",
         "measured_routing": "autopar.trace.popularity:measured",
         "to_json": "autopar.ir.serialization:to_json",

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.contexts import for_sequences
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.expert_parallel import check_alone, check_experts, expert_axes
 from autopar.ir.constraint import Constraint
@@ -17,7 +18,7 @@ from autopar.odds import with_odds
 from autopar.planning import Place, divided, fit_or_refuse_over
 from autopar.profiler import load_profile, profiles_of
 from autopar.request import BUDGETS, Request, memory_limit_of
-from autopar.rewrites import for_sequences, in_chunks
+from autopar.rewrites import in_chunks
 from autopar.shares import SharedBatch
 from autopar.staging import checked_sizes, cut, even_sizes, stages_of_sizes
 from autopar.step import with_simulator

@@ -1,4 +1,4 @@
-"""The `autopar` command: plan, show, explain, diff, report, simulate, emit, run, verify and profile."""
+"""The `autopar` command: plan, show, explain, diff, report, simulate, emit, run, verify, profile and audit."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import rich
 import torch
 
+from autopar.auditing import command as auditing
 from autopar.cost.memory import OPTIMIZERS
 from autopar.cost.profile import profile_to_json
 from autopar.cost.residuals import size_name
@@ -35,7 +36,7 @@ from autopar.ir.naming import printable
 from autopar.ir.plan import Plan
 from autopar.ir.routing import Routing
 from autopar.pipeline import parallelize, played, template_plan, verify, with_timeline
-from autopar.profiler import load_profile, measure_profile
+from autopar.profiler import MEASURE_GPU, load_profile, measure_profile
 from autopar.profiler.linked import read_links, with_measured_links
 from autopar.profiler.measure_links import parse_mesh
 from autopar.profiler.measure_links import run as run_links
@@ -99,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     _reading(commands)
     _with_model(commands)
     _measuring(commands)
+    auditing.add_options(_command(commands, "audit", _audit, "judge another framework's configuration, and better it"))
     return parser
 
 
@@ -123,6 +125,7 @@ def _measuring(commands: Any) -> None:
     profile.add_argument(
         "--from", dest="folder", type=Path, help="make the profile --into anew from tables of measurements in a folder"
     )
+    profile.add_argument("--gpu", type=Path, metavar="FOLDER", help="measure this host's GPU, into tables for --from")
     profile.add_argument("--like", default="", metavar="GPU", help="the GPU of those tables that --into resembles")
     profile.add_argument("--into", metavar="PROFILE", help="the profile that collectives are put into, written to -o")
 
@@ -363,6 +366,10 @@ def _template(text: str | None) -> dict[str, Any] | None:
     return found | ({"sequence_parallel": bool(found["sequence_parallel"])} if "sequence_parallel" in found else {})
 
 
+def _audit(options: argparse.Namespace) -> int:
+    return auditing.run(options, load_model)
+
+
 def _show(options: argparse.Namespace) -> int:
     """Tables on a terminal; elsewhere the plain text, which other programs may read."""
     plan = Plan.load(options.plan)
@@ -447,6 +454,8 @@ def _profile(options: argparse.Namespace) -> int:
         return _profile_from(options)
     if options.collectives or options.links:
         return _profile_links(options)
+    if options.gpu:
+        return _profile_gpu(options)
     profile, path = measure_profile(options.output, options.points, max(1, options.windows), options.pause)
     facts = profile.facts
     print(f"{profile.title}\n  {facts.provenance}")
@@ -488,6 +497,15 @@ def _batches(text: str, first: Any, count: int) -> Iterator[Any]:
     yield first
     for _ in range(count - 1):
         yield module.example_inputs(config)
+
+
+def _profile_gpu(options: argparse.Namespace) -> int:
+    """In a process of its own, some three minutes long."""
+    command = [sys.executable, "-P", str(MEASURE_GPU), str(options.gpu)]
+    if subprocess.run(command, check=False).returncode:
+        raise PlanError("expected a GPU that torch can measure, found the error above; see `autopar profile --help`")
+    print(f"tables in {options.gpu}; go on with: autopar profile --from {options.gpu} --into h100 -o profile.json")
+    return 0
 
 
 def _profile_from(options: argparse.Namespace) -> int:

@@ -140,6 +140,7 @@ class Family:
         self.rows: list[Tried] = []
         self._beyond: list[float] = []  # of what was played, so many times the least a step took
         self._peaks: dict[Template, int] = {}  # of what was played and did not fit
+        self._fitting: dict[Template, int] = {}  # of a family, what a step takes at least where it fits
         pinned = [rule.microbatches for rule in request.constraints if rule.microbatches is not None]
         self.pinned = pinned[:1]
         self.samples = min((graph.tensors[name].shape[0] for name in batch_inputs(graph)), default=_MANY)
@@ -160,17 +161,6 @@ class Family:
         for tp in divisors(self.request.mesh.devices_per_node):
             if is_interrupted() or not self._may_be_near(self.request.mesh.num_devices // tp, tp):
                 break
-
-    def look_at_contexts(self, contexts: Sequence[str]) -> None:
-        """At shapes that split sequences, of a graph that says where they may be (`rewrites.for_sequences`)."""
-        for tp in divisors(self.request.mesh.devices_per_node):
-            among = self.request.mesh.num_devices // tp
-            for cp in sorted(set(divisors(among)) - {1}):
-                if self.samples < among // cp:
-                    continue
-                likely_ns = self._look_at_context(among // cp, tp, cp, contexts)
-                if is_interrupted() or likely_ns > ALIKE * self.best_ns:
-                    break  # where more ranks split a sequence, they send more
 
     def look_at_experts(self, experts: int) -> None:
         """At shapes whose ranks share so many experts, and send each token to those that it chose."""
@@ -195,16 +185,21 @@ class Family:
                 break
         return min(found, default=math.inf)
 
-    def _look_at_context(self, dp: int, tp: int, cp: int, contexts: Sequence[str]) -> float:
-        """What a step likely takes in the best of some ways, until one is far from the best plan."""
+    def look_at_context(self, dp: int, tp: int, cp: int, contexts: Sequence[str]) -> tuple[float, float]:
+        """At a shape that splits sequences in some ways, of a graph that says where they may be
+        (`contexts.for_sequences`), until one is far from the best plan. What a step likely takes in the best of them,
+        and in the best that fits.
+        """
         counts = self._counts_of(dp) or [1]  # one sample is not cut, and needs no other number
-        likely_ns = math.inf
+        likely_ns = fitting_ns = math.inf
         for context in contexts:
-            own_ns = self._likely_ns(self._look_at(Template(dp, tp, 3, cp=cp, context=context), counts))
+            family = Template(dp, tp, 3, cp=cp, context=context)
+            own_ns = self._likely_ns(self._look_at(family, counts))
             likely_ns = min(likely_ns, own_ns)
+            fitting_ns = min(fitting_ns, self._likely_ns(self._fitting.get(family, 0)))
             if own_ns > ALIKE * self.best_ns:
                 break
-        return likely_ns
+        return likely_ns, fitting_ns
 
     def _may_be_near(self, dp: int, tp: int) -> bool:
         """Looks at a shape. False where it is so much slower than the best, whatever its memory, that no larger `tp`,
@@ -232,12 +227,13 @@ class Family:
             return 0
         if self._likely_ns(known.least_ns) >= self.best_ns and first.microbatches > counts[0]:
             known = _KnownTemplate(self.place(replace(family, microbatches=counts[0])))  # fewer may take less
-        least_ns = known.least_ns
+        least_ns = self._fitting[family] = known.least_ns
         if self._is_slower(family, least_ns):
             return least_ns
         if any(self._with_less_sharded(replace(family, microbatches=count), known) for count in counts):
             return least_ns
         recomputations = self._recomputations(family, counts, known) if self.request.mode == "train" else []
+        self._fitting[family] = min((one.bound_ns for one in recomputations), default=_MANY)
         for recomputation in recomputations:
             if self._is_slower(recomputation.template, recomputation.bound_ns) or self._recomputed(recomputation):
                 break
@@ -407,25 +403,22 @@ class Family:
 
 
 def faster_templates(
-    graph: Graph, plan: Plan | None, request: Request, contexts: Sequence[str] = (), experts: int = 0,
+    graph: Graph, plan: Plan | None, request: Request, experts: int = 0,
     likely_ns: float = math.inf,
 ) -> tuple[list[Tried], Iterator[tuple[Outline, Plan, Callable[[], Plan]]]]:  # fmt: skip
     """Templates of a graph that may be faster than a plan, if there is one: a row of the report for each that is looked
-    at, and of those that fit the outline, the plan, and what states it for the step. contexts: those that split
-    sequences in these ways, and no others; experts: those whose ranks share as many at most, and no others. likely_ns:
-    see `Family`."""
+    at, and of those that fit the outline, the plan, and what states it for the step. experts: those whose ranks
+    share as many at most, and no others. likely_ns: see `Family`."""
     family = Family(graph, plan, request, likely_ns)
-    if contexts:
-        family.look_at_contexts(contexts)
-    elif experts:
+    if experts:
         family.look_at_experts(experts)
     else:
         family.look()
-    found = ((place.outline, plan, partial(_stated, name, place, plan)) for name, place, plan in family.found)
+    found = ((place.outline, plan, partial(stated, name, place, plan)) for name, place, plan in family.found)
     return family.rows, found
 
 
-def _stated(name: str, place: Place, plan: Plan) -> Plan:
+def stated(name: str, place: Place, plan: Plan) -> Plan:
     """A template as a plan for the step."""
     stated = place.part.with_traffic(plan)
     return replace(stated, search=replace(stated.search, method=f"template {name}: {plan.search.method}"))

@@ -17,6 +17,7 @@ from autopar.arguments import check_arguments
 from autopar.by_hand import template_of_graph
 from autopar.clock import interrupts_caught
 from autopar.collector import without_collector
+from autopar.contexts import by_price, for_sequences, with_contexts
 from autopar.cost.memory import optimizer_of
 from autopar.driver import Context, search
 from autopar.emit import emit
@@ -31,6 +32,7 @@ from autopar.microbatch import check_plan
 from autopar.odds import with_odds
 from autopar.passes.balance import balance
 from autopar.passes.branch import branch
+from autopar.passes.contexts import contexts
 from autopar.passes.exchange import exchange, experts
 from autopar.passes.fit import fit
 from autopar.passes.keep import keep
@@ -38,17 +40,19 @@ from autopar.passes.kinds import kinds
 from autopar.passes.place import place
 from autopar.passes.refine import refine
 from autopar.passes.rewrite import rewrite
+from autopar.passes.rings import rings
 from autopar.passes.stage import stage
-from autopar.passes.template import contexts, outset, template
+from autopar.passes.template import outset, template
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Ended, Report, reporting_passes
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
-from autopar.rewrites import graph_of, under_routing, with_contexts
+from autopar.rewrites import graph_of, under_routing
 from autopar.shapes import under_plan
 from autopar.simulate import Timeline, predict
 from autopar.step import simulated_step, with_simulator
-from autopar.template import check_context, check_hsdp, template_axes, template_ranks
+from autopar.template import check_context, check_hsdp, longest_sequence, template_axes, template_ranks
 from autopar.trace import held_against_eager, trace, with_loss
+from autopar.tunables import LONG_SEQUENCE
 
 PASSES = (
     outset,  # a graph → on many devices, templates of one stage that people run, which bound the rest
@@ -56,12 +60,13 @@ PASSES = (
     place,  # a graph → plans of one stage on every logical mesh, ZeRO storage and recomputation among them    Alpa
     balance,  # a graph → on unequal devices, shares of each batch by speed
     kinds,  # a graph → on unequal devices, stages of one kind each
-    contexts,  # a graph of long sequences → templates that split them, where they may be faster or nothing else fits
+    contexts,  # a graph of long sequences → templates that split them; where memory binds, a graph that may
     experts,  # a graph → templates whose ranks share experts, where they are faster or nothing else fits     TUTEL
     keep,  # a graph → on unequal devices, the best plan with fewer blocks computed again, stage by stage
     fit,  # a graph of which nothing fits → the plan of least memory, or the limit that would do
     template,  # the best plan → templates that people run, where they are faster
     rewrite,  # the best plan → graphs equal to the model's, to be planned near it                       TASO, Unity
+    rings,  # the best plan that splits sequences → keys gathered or passed around, whichever is faster
     exchange,  # the best plan → its tokens sent to experts in chunks, beside these, where it is faster       TUTEL
     branch,  # the best plan → operators side by side, where they are faster
     refine,  # the best plan → what MCMC finds around it                                                    FlexFlow
@@ -164,6 +169,10 @@ def planned_jointly(
     """
     graph, told, rules = with_contexts(graph, request.constraints)
     request = replace(request, constraints=(*request.constraints, *rules))
+    if not told and request.mesh.is_homogeneous and longest_sequence(graph) >= LONG_SEQUENCE:
+        graph, told = for_sequences(graph)
+        graph, ways = by_price(graph, request)
+        told = (*told, *ways)
     graph, plan = search(PASSES, graph, Context(request, progress, ended or reporting_passes(progress)))
     return graph, replace(plan, substitutions=(*told, *plan.substitutions))
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
+import itertools
 import math
+import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -106,15 +111,28 @@ def _figures(graph: Graph, plan: Plan) -> StepFigures:
 
 def load_source(source: str) -> ModuleType:
     """Imports emitted source as a module of its own (through a file, so that tracebacks show its lines)."""
-    folder = Path(tempfile.mkdtemp(prefix="autopar-"))
-    path = folder / "program.py"
+    folder = _sources(os.getpid())
+    name = f"autopar_program_{folder.name.replace('-', '_')}_{next(_NUMBERS)}"
+    path = folder / name / "program.py"
+    path.parent.mkdir()
     path.write_text(source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(f"autopar_program_{folder.name.replace('-', '_')}", path)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+_NUMBERS = itertools.count()
+
+
+@cache
+def _sources(process: int) -> Path:
+    """The folder of a process's imported programs, there until that process ends: not when one ends that it forks."""
+    folder = Path(tempfile.mkdtemp(prefix="autopar-"))
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == process else None)
+    return folder
 
 
 def model_state(model: nn.Module) -> dict[str, Any] | None:

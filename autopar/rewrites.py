@@ -9,14 +9,12 @@ what that is worth shows only where they are sharded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.cost.memory import optimizer_of
 from autopar.errors import PlanError
-from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Substitution
 from autopar.ir.routing import Routing
@@ -39,7 +37,6 @@ from autopar.substitute.lifting import lifted
 from autopar.substitute.masks import RULE, STATEMENT, under_causal_masks, without_masks
 from autopar.substitute.pricing import Pricer
 from autopar.substitute.searching import SHORT
-from autopar.template import attention_nodes
 from autopar.trace import find_blocks
 from autopar.tunables import SUBSTITUTION_S, SUBSTITUTION_SHARE
 
@@ -129,55 +126,6 @@ def _on_whole(graph: Graph, found: GraphCandidate, pricer: Pricer) -> list[Graph
     return []
 
 
-def for_sequences(graph: Graph, ring: bool = False) -> tuple[Graph, tuple[Substitution, ...]]:
-    """The graph whose sequences may be split, and the substitutions that make it of a traced model's. ring: attention
-    over a split sequence has keys and values pass from rank to rank, wherever it can."""
-    steps, told = list[Substitution](), sequences
-    for rule, statement, find, tell in (
-        (RULE, STATEMENT, under_causal_masks, without_masks),
-        (told.RULE, told.STATEMENT, told.over_sequences, told.with_sequences),
-        *([(told.RING_RULE, told.RING_STATEMENT, told.over_rings, told.with_rings)] if ring else []),
-    ):
-        names = find(graph)
-        if names:
-            modules = tuple(graph.node_by_name[name].scope.module for name in names)
-            steps.append(Substitution(rule, statement, "proved", "", modules, tuple(names), {}))
-            graph = tell(graph, names)
-    return graph, tuple(steps)
-
-
-def with_contexts(
-    graph: Graph, rules: Sequence[Constraint]
-) -> tuple[Graph, tuple[Substitution, ...], tuple[Constraint, ...]]:
-    """Where rules pin how attention runs over split sequences, the graph that does so with the substitutions that make
-    it, and the constraints that leave nothing else. Raises PlanError for a rule about no attention."""
-    pinned = [rule for rule in rules if rule.context is not None]
-    if not pinned:
-        return graph, (), ()
-    told, steps = for_sequences(graph)
-    ways = dict[str, str]()
-    for rule in pinned:
-        found = [node for node in attention_nodes(told) if rule.matches(node.name, node.scope.module)]
-        if not found:
-            raise PlanError(
-                f"expected attention for context={rule.context!r}, found none that {rule.pattern!r} matches"
-            )
-        ways.update((node.name, str(rule.context)) for node in found)
-    rings = tuple(name for name in sequences.over_rings(told) if ways.get(name) == "ring")
-    if rings:
-        modules = tuple(told.node_by_name[name].scope.module for name in rings)
-        steps += (Substitution(sequences.RING_RULE, sequences.RING_STATEMENT, "proved", "", modules, rings, {}),)
-        told = sequences.with_rings(told, rings)
-    results = (told.node_by_name[name].results[0] for name, way in ways.items() if way == "heads")
-    return told, steps, tuple(_by_heads(name, len(told.tensors[name].shape)) for name in results)
-
-
-def _by_heads(name: str, rank: int) -> Constraint:
-    """A result of attention, which is not split along its sequence."""
-    dims = (f"S({dim})" for dim in range(rank) if dim != rank - 2)
-    return Constraint(name, (*dims, "R", "I", "P"), what="tensor")
-
-
 def in_chunks(graph: Graph, chunks: int) -> tuple[Graph, tuple[Substitution, ...]]:
     """The graph whose tokens are exchanged in so many chunks, and the substitution that makes it."""
     exchanges.check_chunks(chunks)
@@ -209,6 +157,7 @@ def under_routing(
 def _replayed(graph: Graph, steps: tuple[Substitution, ...]) -> Graph:
     told = {
         RULE: without_masks, sequences.RULE: sequences.with_sequences, sequences.RING_RULE: sequences.with_rings,
+        sequences.GATHER_RULE: sequences.with_gathers,
         exchanges.RULE: exchanges.in_chunks,
     }  # fmt: skip
     for step in steps:

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.microbatch import divided_graph
 from autopar.profiler import profiles_of
-from autopar.simulate import Timeline, simulate
+from autopar.quantiles import with_p99
+from autopar.simulate import Timeline, predict, simulate
+
+
+@dataclass(frozen=True, eq=False)
+class StepSimulator:
+    """Plays plans of a graph, of a whole batch."""
+
+    graph: Graph
+
+    def __call__(self, plan: Plan) -> Timeline:
+        return simulated_step(self.graph, plan)
 
 
 def with_simulator(plan: Plan, graph: Graph) -> Plan:
     """The plan with what `plan.timeline()` calls."""
-    return replace(plan, simulator=partial(simulated_step, graph))
+    return replace(plan, simulator=StepSimulator(graph))
+
+
+def predicted_again(plan: Plan) -> Plan:
+    """A plan that has its simulator, predicted as it runs now: its step, in the mean and at the 99th percentile of
+    routings, and its memory. What it sends stays. Raises PlanError as `plan.timeline()`."""
+    told = replace(predict(plan.timeline()), comm_bytes=plan.predicted.comm_bytes)  # type: ignore[arg-type] # its own
+    plan = replace(plan, predicted=told)
+    return with_p99(plan, plan.simulator.graph) if isinstance(plan.simulator, StepSimulator) else plan
 
 
 @faults_told()

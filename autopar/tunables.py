@@ -155,6 +155,9 @@ LIKE_BORDERS = 0.01
 FEW_DEVICES = 8
 """Where stages are looked for, one stage is looked at again on so few devices, on logical meshes of three axes, too.
 Doubled, nodes of 16 devices are as well: up to seven problems of the whole graph more."""
+BOUND_SEQUENCE = 512
+"""Where memory binds, the graph that says where sequences may be split is planned as well if they are so long. Halved,
+small models that just fit are planned twice for nothing; doubled, some compute again what ranks could share."""
 LONG_SEQUENCE = 16_384
 """Where attention has so many queries a sample, templates that split sequences are looked at: others have room enough
 for samples and heads, and are planned as if there were none."""

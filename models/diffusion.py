@@ -43,4 +43,4 @@ class TimestepEmbedding(nn.Module):
         frequencies = (steps * (-math.log(10_000.0) / self.num_frequencies)).exp()
         angles = timesteps.float()[:, None] * frequencies
         waves = torch.cat((angles.cos(), angles.sin()), dim=-1)
-        return self.down(F.silu(self.up(waves)))
+        return self.down(F.silu(self.up(waves.to(self.up.weight.dtype))))

@@ -1,4 +1,5 @@
-"""What all tests share: golden texts, one thread a process, and the order: unit tests, sweeps, several processes."""
+"""What all tests share: golden texts, one thread a process, samples of products, and the order: unit tests, sweeps,
+several processes."""
 
 from __future__ import annotations
 
@@ -10,12 +11,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.garbage import collect_seldom
+from tests.sampling import left_out
 from tests.traced import traced_once
 
 if TYPE_CHECKING:
@@ -24,15 +28,18 @@ if TYPE_CHECKING:
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
 RANKS_FIXTURE = "rank_pool"
+#: whose tests plan models and run them, mostly on threads: those of one file share what they import and trace
+ROOMS_OF_SWEEPS = {"branches", "carried", "constructs", "equivalence", "random_programs"}
 
 # Read when torch starts its threads, which is after this file: several ranks share the machine's few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds --refresh-golden and --substitutions."""
+    """Adds --refresh-golden, --substitutions and --whole."""
     parser.addoption("--refresh-golden", action="store_true", help="rewrite tests/golden/ with what tests print")
     parser.addoption("--substitutions", action="store_true", help="take substituted graphs wherever there are any")
+    parser.addoption("--whole", action="store_true", help="run products of models and plans whole, not a sample")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -86,27 +93,52 @@ def _no_search_makes_ill_typed_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "refused", told)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Moves sweeps behind the unit tests, and tests of several processes behind both: the simplest failure is seen
-    first. Several workers (`-n 2`) take what shares a model or a file together: it is traced, planned and run once."""
+    first. Several workers (`-n 2`) take what shares a model or a file together: it is traced, planned and run once.
+    Products are sampled unless all are asked for, or some by name."""
+    is_named = config.getoption("keyword") or any("::" in argument for argument in config.args)
+    if not (config.getoption("--whole") or is_named):
+        others = left_out(items)
+        config.hook.pytest_deselected(items=[*others])
+        items[:] = [item for item in items if item not in others]
     for item in items:
         if RANKS_FIXTURE in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
-        if _part(item) or _has_fixtures_of_its_file(item):
-            item.add_marker(pytest.mark.xdist_group(_shared(item)))
+        elif item.path.parent.name in ROOMS_OF_SWEEPS:
+            item.add_marker(pytest.mark.sweep)
+        if _part(item) or _has_fixtures_of_its_file(item) or _remembers(getattr(item, "module", None)):
+            _group(item, _shared(item), config.getoption("loadgroup", False))
     items.sort(key=_part)
+
+
+def _group(item: pytest.Item, name: str, is_told: bool) -> None:
+    """Workers tell xdist's scheduler groups in the names of tests. xdist 3.8 writes them where pytest 9.2 does not look
+    any more, so that each test was a group of its own."""
+    item.add_marker(pytest.mark.xdist_group(name))
+    if is_told and hasattr(item, "_id"):
+        from _pytest.nodeid import coerce_node_id
+
+        item._id = coerce_node_id(f"{item.nodeid}@{name}")
 
 
 def _shared(item: pytest.Item) -> str:
     """What the tests of a model, or else of a file, compute once."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return str(parameters.get("model_name", item.path.stem))
+    return str(parameters.get("model_name", f"{item.path.parent.name}.{item.path.stem}"))
 
 
 def _has_fixtures_of_its_file(item: pytest.Item) -> bool:
     """Whether some fixture, such as a plan or a browser, is made once for several tests."""
     known = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
     return any(own[-1].scope in ("module", "session") and own[-1].baseid.startswith("tests") for own in known)
+
+
+@cache
+def _remembers(module: ModuleType | None) -> bool:
+    """Whether functions of a file keep what they give, such as a traced model, for all its tests."""
+    name = getattr(module, "__name__", "")
+    return any(hasattr(made, "cache_clear") and made.__module__ == name for made in vars(module or object).values())
 
 
 def _part(item: pytest.Item) -> int:

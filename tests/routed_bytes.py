@@ -117,6 +117,6 @@ def _of_node(part: Graph, node: Node, stage: Any, ids: Tensor) -> tuple[Fraction
         exchanged_bytes(
             deal(own, operands[1], sizes), node.args[7], axes, operands[0], operands[3], (row_bytes[0], row_bytes[1])
         )
-        for own in ids.chunk(stage.microbatches)
+        for own in (ids.chunk(stage.microbatches) if shapes[1] != ids.shape else [ids] * stage.microbatches)
     ]
     return tuple(Fraction(sum(one), stage.microbatches) for one in zip(*found, strict=True))  # type: ignore[return-value]

@@ -158,7 +158,7 @@ def test_emit_writes_the_program_and_says_how_to_start_it(
 def test_run_trains_with_torchrun(plan_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", MODEL, str(plan_file), "-o", str(tmp_path)]) == 0
     printed = capfd.readouterr().out
-    assert len(re.findall(r"^step \d loss \d+\.\d+$", printed, re.MULTILINE)) == 10
+    assert len(re.findall(r"^step \d+ loss \d+\.\d+ norm ", printed, re.MULTILINE)) == 10
 
 
 def test_run_refuses_a_plan_of_several_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

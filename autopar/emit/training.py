@@ -164,7 +164,10 @@ def told(figures: dict) -> str:
 def main(options: argparse.Namespace) -> None:
     rt.keep_freed_memory()  # of tensors on the CPU, for the next step
     rank = rt.build(program.Program, timeout_s=300)  # how long ranks wait for one that is slow or lost
-    optimizer = torch.optim.AdamW(rank.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+    is_on_gpu = next(iter(rank.parameters())).is_cuda  # where one fused kernel is three times as fast as the default
+    optimizer = torch.optim.AdamW(
+        rank.parameters(), lr=options.lr, weight_decay=options.weight_decay, fused=is_on_gpu or None
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(options, step))
     loader = text_batches(options.text, options.tokenizer, options.seed) if options.text else batches()
     held_out = text_batches(options.eval_text, options.tokenizer, options.seed) if options.eval_text else None

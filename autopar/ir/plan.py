@@ -91,7 +91,7 @@ class Prediction:
     stay below, and fits_probability is how likely its capacity_bytes are enough, with what the allocator needs to work.
 
     Where experts are routed, step_time_ns is the mean over routings, step_time_p99_ns what all but one in a hundred
-    take at most in every layer; memory is that of the 99th percentile (`ops.loads`).
+    take at most; memory is that of the 99th percentile (`ops.loads`).
     """
 
     step_time_ns: int = 0
@@ -449,8 +449,8 @@ class Plan:
 
         Raises PlanError for a plan that was only read from a file, as `timeline` does.
         """
-        other = replace(self, runs=COMPILED)
-        return replace(other, predicted=view("prediction")(other.timeline()))
+        other: Plan = view("predicted_again")(replace(self, runs=COMPILED))
+        return other
 
     @faults_told()
     def explain(self, pattern: str) -> str:

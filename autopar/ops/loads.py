@@ -54,6 +54,16 @@ def busiest(routing: Routing, tokens: int, choices: int, num_experts: int, ranks
     if ranks <= 1 or not rows:
         return RankLoad(rows, rows, rows)
     layers = layers_of(routing, choices, num_experts)
+    found = _busiest_drawn(routing, tokens, choices, num_experts, ranks)
+    shares = np.asarray([*layers.values()]) / sum(layers.values())
+    p99 = float(np.dot(shares, [_at_p99(own) for own in found]))
+    mean = p99 if routing.at_p99 else float(np.dot(shares, [own.mean() for own in found]))
+    return RankLoad(mean, p99, int(np.ceil(max(_at_p99(own, _SURELY) for own in found))))
+
+
+def _busiest_drawn(routing: Routing, tokens: int, choices: int, num_experts: int, ranks: int) -> list[Numbers]:
+    """Draws of the rows of the busiest rank, of each kind of layer."""
+    layers = layers_of(routing, choices, num_experts)
     draws = max(FEWEST_DRAWS, DRAWS // len(layers))
     generator = np.random.Generator(np.random.PCG64(SEED))
     found = list[Numbers]()
@@ -61,10 +71,34 @@ def busiest(routing: Routing, tokens: int, choices: int, num_experts: int, ranks
         counts = _drawn(np.asarray(likely), tokens, choices, draws, generator)
         counts = generator.permuted(counts, axis=1) if routing.kind == POWER_LAW else counts
         found.append(largest(counts, ranks))
-    shares = np.asarray([*layers.values()]) / sum(layers.values())
-    p99 = float(np.dot(shares, [_at_p99(own) for own in found]))
-    mean = p99 if routing.at_p99 else float(np.dot(shares, [own.mean() for own in found]))
-    return RankLoad(mean, p99, int(np.ceil(max(_at_p99(own, _SURELY) for own in found))))
+    return found
+
+
+@lru_cache(maxsize=1 << 10)
+def excess_of_sum(
+    routing: Routing, tokens: int, choices: int, num_experts: int, ranks: int, layers: int, sums: int = 1
+) -> float:
+    """Layers are seldom busiest together. Of what all of them at their 99th percentile have above their means, the part
+    that their sum has at its own: 1 for one layer, about 1/√layers for many. sums: of so many independent sums the
+    largest counts, each of which all but one in a hundred times as many draws stay within."""
+    choices, ranks = min(choices, num_experts), min(ranks, num_experts)
+    if ranks <= 1 or not tokens * choices or layers * sums <= 1:
+        return 1.0
+    kinds = layers_of(routing, choices, num_experts)
+    found = _busiest_drawn(routing, tokens, choices, num_experts, ranks)
+    shares = np.asarray([*kinds.values()]) / sum(kinds.values())
+    counts = np.maximum(1, np.round(shares * layers)).astype(int)
+    generator, most = np.random.Generator(np.random.PCG64(SEED + 1)), DRAWS * max(1, sums)
+    summed, apart = np.zeros(most), 0.0
+    for own, count in zip(found, counts, strict=True):
+        for _ in range(count):
+            summed += generator.choice(own, most)
+        apart += count * (_at_p99(own) - own.mean())
+    if apart <= 0:
+        return 1.0
+    mean = sum(count * own.mean() for own, count in zip(found, counts, strict=True))
+    quantile = float(np.quantile(summed, 1 - (1 - _QUANTILE) / max(1, sums)))
+    return float(np.clip((quantile - mean) / apart, 0.0, 1.0))
 
 
 def largest(counts: Numbers, ranks: int) -> Numbers:

@@ -13,11 +13,8 @@ from autopar.driver import Candidate, Context, Front, of_plan
 from autopar.families import faster_templates
 from autopar.ir.plan import Plan
 from autopar.request import Request
-from autopar.rewrites import for_sequences
 from autopar.staged import template_stages
-from autopar.substitute import GraphCandidate
-from autopar.template import longest_sequence
-from autopar.tunables import FEW_DEVICES, LONG_SEQUENCE
+from autopar.tunables import FEW_DEVICES
 
 
 def outset(front: Front, context: Context) -> Iterator[Candidate]:
@@ -39,25 +36,6 @@ def template(front: Front, context: Context) -> Iterator[Candidate]:
     best = front.best_of(front.given) if front.round == 1 else None
     if best is not None and not _bounds_stages(context):
         yield from _faster(front, context, best.plan)
-
-
-def contexts(front: Front, context: Context) -> Iterator[Candidate]:
-    """Templates whose sequences are split, where they are long, of the graph that says where they may be."""
-    pinned = sorted({rule.context for rule in context.request.constraints if rule.context is not None})
-    given = front.given.graph
-    if front.round > 1 or not is_open(context.request) or not (pinned or longest_sequence(given) >= LONG_SEQUENCE):
-        return
-    best = front.best_of(front.given)
-    plan = None if best is None else best.plan
-    looks: list[tuple[str, ...]] = [(way,) for way in pinned] or [("gather", "heads"), ("ring",)]
-    for ways in looks:
-        graph, steps = (given, ()) if pinned else for_sequences(given, ring="ring" in ways)
-        asked = Candidate(GraphCandidate(graph, steps, 0))
-        rows, found = faster_templates(graph, plan, context.request, ways)
-        context.rows += rows
-        for one in found:
-            plan = one[1] if plan is None or one[1].predicted.step_time_ns < plan.predicted.step_time_ns else plan
-            yield of_plan(asked, *one)
 
 
 def _faster(front: Front, context: Context, plan: Plan | None, likely_ns: float = math.inf) -> Iterator[Candidate]:

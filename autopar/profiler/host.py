@@ -35,6 +35,7 @@ BUSY = (
     0.25  # of the host's processors taken by other programs: what is measured then is measured once more, and says so
 )
 TIMEOUT_SECONDS = 600  # each script takes less than two minutes on an idle machine
+MEASURE_GPU = Path(__file__).with_name("measure_gpu.py")
 MEASURE = (Path(__file__).with_name("measure.py"), Path(__file__).with_name("measure_gloo.py"))
 
 

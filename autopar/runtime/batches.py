@@ -27,7 +27,7 @@ from autopar.runtime.errors import ProgramError
 Batch = dict[str, Any]
 
 
-class Reader(Protocol):
+class RankOfBatches(Protocol):
     """What batches must know of a rank."""
 
     @property
@@ -51,7 +51,9 @@ class Batches:
     out. Passed to `save_checkpoint` and `load_checkpoint` as `extra={"data": batches}`, a run goes on with the next.
     """
 
-    def __init__(self, rank: Reader, loader: Iterable[Any], *, local: bool, epochs: int | None, short: str) -> None:
+    def __init__(
+        self, rank: RankOfBatches, loader: Iterable[Any], *, local: bool, epochs: int | None, short: str
+    ) -> None:
         if short not in ("refuse", "drop"):
             raise ProgramError(f'expected short="refuse" or "drop", found {short!r}')
         self._rank, self._loader, self._local, self._epochs, self._short = rank, loader, local, epochs, short

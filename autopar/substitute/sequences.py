@@ -1,7 +1,7 @@
 """Graphs whose sequences may be split: what says so of attention, and of a loss over the tokens of all samples.
 
     attention(q, k, v)                                 → context_attention(q, k, v)
-    context_attention(q, k, v), attention(q, k, v, m)  → the same in a ring
+    context_attention(q, k, v), attention(q, k, v, m)  → the same in a ring, and back
     cross_entropy(reshape(x, (B·S, C)), reshape(t))    → cross_entropy(permute(x, (B, C, S)), t)
 
 Samples and positions in one dim can be split by samples alone; a mean or sum over both does not ask for their order.
@@ -17,12 +17,14 @@ from dataclasses import replace
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Node, Ref, Tensor, map_references, needed, references, with_nodes
 from autopar.ops.call import Call, call_of
-from autopar.ops.context import CONTEXT_ATTENTION, TORCH_ATTENTION, may_split
+from autopar.ops.context import CONTEXT_ATTENTION, TORCH_ATTENTION, as_torch, may_split
 
 RULE = "split-sequence"
 RING_RULE = "ring-attention"
 STATEMENT = "attention and losses over samples × positions => the same, which may be split by positions"
 RING_STATEMENT = "attention => the same; split by positions, keys and values pass from rank to rank"
+GATHER_RULE = "gathered-attention"
+GATHER_STATEMENT = "attention in a ring => the same; split by positions, keys and values are gathered"
 _LOSS = "aten.cross_entropy_loss.default"
 _RESHAPES = ("aten.reshape.default", "aten.view.default")
 
@@ -63,6 +65,26 @@ def with_rings(graph: Graph, names: Sequence[str]) -> Graph:
         raise PlanError(f"expected attention whose keys can pass around at {wrong[0]!r}, found none; plan again")
     nodes = [_in_ring(graph, node) if node.name in names else node for node in graph.nodes]
     return with_nodes(graph, needed(nodes, {*graph.outputs, *graph.mutations.values()}), graph.tensors)
+
+
+def in_rings(graph: Graph) -> tuple[str, ...]:
+    """The names of the attention operators that do."""
+    return tuple(node.name for node in graph.nodes if node.op == CONTEXT_ATTENTION and dict(node.kwargs).get("ring"))
+
+
+def with_gathers(graph: Graph, names: Sequence[str]) -> Graph:
+    """The graph in which these operators do so no more. Raises PlanError where one does not."""
+    wrong = sorted(set(names) - set(in_rings(graph)))
+    if wrong:
+        raise PlanError(f"expected attention in a ring at {wrong[0]!r}, found none; plan again")
+    nodes = [_gathered(node) if node.name in names else node for node in graph.nodes]
+    return with_nodes(graph, needed(nodes, {*graph.outputs, *graph.mutations.values()}), graph.tensors)
+
+
+def _gathered(node: Node) -> Node:
+    """A mask is read whole along the keys, which torch's own operator does."""
+    plain = replace(node, kwargs=tuple((name, value) for name, value in node.kwargs if name != "ring"))
+    return plain if len(node.operands) == 3 else as_torch(plain)
 
 
 def _may_ring(graph: Graph, node: Node) -> bool:

@@ -19,7 +19,11 @@ from torch import Tensor, nn
 
 from autopar.errors import TraceError
 from autopar.ir.graph import Graph
+from autopar.ops.table import operator
 from autopar.trace.export import Inputs
+
+_ONE_DTYPE = {"matmul": 3, "convolution": 3, "attention": 3}
+"""By family, how many operands torch multiplies: a mask may have a dtype of its own."""
 
 
 def cast_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -59,6 +63,22 @@ def with_kept_dtypes(graph: Graph, model: nn.Module, names: Sequence[str], input
     kept |= {name: value.dtype for name, value in zip(names, inputs, strict=True) if name in graph.tensors}
     texts = {name: str(dtype).removeprefix("torch.") for name, dtype in kept.items()}
     return replace(graph, kept_dtypes={n: text for n, text in texts.items() if text != graph.tensors[n].dtype})
+
+
+def check_one_dtype(graph: Graph, dtype: torch.dtype) -> None:
+    """That each product reads operands of one dtype, which torch asks for when it runs, and not when it is traced.
+    Raises TraceError with node and source line."""
+    for node in graph.nodes:
+        number = _ONE_DTYPE.get(operator(node.op).work.family, 0)
+        found = [graph.tensors[name].dtype for name in node.operands[:number]]
+        if len({text for text in found if "float" in text}) > 1:
+            short = str(dtype).removeprefix("torch.")
+            raise TraceError(
+                f"expected operands of one dtype in {node.name} ({node.op}) at {node.source or 'an unknown line'}, "
+                f"found {', '.join(found)}: with precision, the model is cast to {short}, and something before this "
+                "line makes another dtype, such as .float(). Cast it back there (x.to(weight.dtype)), or plan with "
+                "precision=None."
+            )
 
 
 def buffer_dtypes(model: nn.Module) -> dict[str, str]:

@@ -31,7 +31,7 @@ from autopar.trace.losses import loss_values, with_loss
 from autopar.trace.model_names import check_names, is_wrapped
 from autopar.trace.numbering import number
 from autopar.trace.offsets import with_offsets
-from autopar.trace.precision import buffer_dtypes, cast_copy, cast_inputs, cast_loss, with_kept_dtypes
+from autopar.trace.precision import buffer_dtypes, cast_copy, cast_inputs, cast_loss, check_one_dtype, with_kept_dtypes
 from autopar.trace.repeats import FEWEST
 from autopar.trace.routing import fuse_routing
 from autopar.trace.wide import with_wide_buffers
@@ -78,4 +78,7 @@ def trace(
         graph = with_wide_buffers(graph, buffer_dtypes(whole), str(compute_dtype).removeprefix("torch."))
     routed = clean(fuse_routing(clean(without_counting(clean(graph)))))
     graph = share(number(with_offsets(clean(with_leading_batch(routed)))))
-    return graph if compute_dtype is None else with_kept_dtypes(graph, whole, names, inputs)
+    if compute_dtype is None:
+        return graph
+    check_one_dtype(graph, compute_dtype)
+    return with_kept_dtypes(graph, whole, names, inputs)

@@ -173,6 +173,7 @@ def test_shards_are_what_one_device_has(write: Write, plan: str) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.sampled(times=2)
 @pytest.mark.parametrize("plan", sorted(PLANS))
 @pytest.mark.parametrize("write", OF_THE_STATE, ids=_named)
 def test_updates_made_of_what_is_stored_run_in_every_plan(write: Write, plan: str) -> None:

@@ -31,6 +31,7 @@ from autopar.cost.files import profiles_folder
 from autopar.errors import AutoparError, InternalError
 from autopar.program import load_source, model_state
 from tests.constructs.models import Model, loaded
+from tests.constructs.written import Written
 from tests.random_programs.world import thread_world
 from tests.traced import traced_once
 
@@ -49,6 +50,17 @@ TEMPLATES: dict[str, dict[str, Any]] = {
     "stages": {"pp": 2, "microbatches": 2},
     "samples": {},  # one a microbatch
 }
+SPLIT: dict[str, dict[str, Any]] = {
+    "gather": {"cp": 2},
+    "ring": {"cp": 2, "context": "ring"},
+    "heads": {"cp": 2, "context": "heads"},
+    "ring zero3": {"cp": 2, "context": "ring", "zero": 3, "recompute": "full"},
+    "sequence": {"tp": 2, "sequence_parallel": True},
+    "exchange": {"dp": 2, "ep": 2},
+    "exchange in chunks": {"dp": 2, "ep": 2, "exchange_chunks": 4, "zero": 1},
+    "exchange of microbatches": {"dp": 2, "ep": 2, "microbatches": 2},
+}
+"""Of models with positions, or with experts (`listed`)."""
 SEARCHED = {"searched": (), "searched stages": (autopar.Constraint(stages=2),)}
 PLANS = (*TEMPLATES, *SEARCHED)
 WHOLE = ("dp", "tp", "zero3", "recompute")
@@ -90,7 +102,7 @@ def run_in_threads(job: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
     return thread_world(WORLD).run(job, *args)
 
 
-def judged(model: Model, plan: str, run: Run = run_in_threads) -> Verdict:
+def judged(model: Model | Written, plan: str, run: Run = run_in_threads) -> Verdict:
     """What comes of a model under a plan. Raises InvalidModel."""
     with _undisturbed():
         expected = eager(model)
@@ -140,7 +152,7 @@ def _double() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-def made_of(model: Model) -> tuple[ModuleType, tuple[nn.Module, dict[str, Tensor]]]:
+def made_of(model: Model | Written) -> tuple[ModuleType, tuple[nn.Module, dict[str, Tensor]]]:
     """Its module loaded anew, the model with the weights of its seed, and a copy of these."""
     with _double():
         module = loaded(model.name, model.source)
@@ -160,14 +172,14 @@ def _batch(module: ModuleType) -> dict[str, Any]:
     return found
 
 
-def eager(model: Model) -> Record:
+def eager(model: Model | Written) -> Record:
     """Three steps of the model itself. Raises InvalidModel."""
     try:
         with _undisturbed():
             module, (made, _) = made_of(model)
             return _trained(made, module, model.is_random)
     except Exception as error:
-        raise InvalidModel(f"{[used.construct for used in model.used]}: {error}") from error
+        raise InvalidModel(f"{model.what}: {error}") from error
 
 
 def _trained(made: nn.Module, module: ModuleType, is_random: bool) -> Record:
@@ -244,7 +256,7 @@ def _planned(module: ModuleType, made: nn.Module, plan: str) -> autopar.PlannedP
             program = autopar.parallelize(made, slow_mesh(), inputs, constraints=rules, search=BUDGET, **loss_fn)
         else:
             mesh = autopar.Mesh("cpu", devices_per_node=WORLD)
-            how = TEMPLATES[plan] or {"pp": 2, "microbatches": module.B}
+            how = (TEMPLATES | SPLIT)[plan] or {"pp": 2, "microbatches": module.B}
             template = autopar.template_plan(made, mesh, inputs, **how, **loss_fn)
             program = autopar.parallelize(made, mesh, inputs, plan=template, **loss_fn)
     return program

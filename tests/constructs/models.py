@@ -66,6 +66,11 @@ class Model:
         return any(used.what.loss_fn for used in self.used)
 
     @property
+    def what(self) -> str:
+        """Its constructs, in words."""
+        return ", ".join(used.construct for used in self.used)
+
+    @property
     def must_run(self) -> bool:
         return all(used.what.must_run for used in self.used)
 

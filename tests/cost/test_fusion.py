@@ -86,6 +86,7 @@ def test_a_plan_says_what_it_predicts_and_takes_less_time_and_memory(graph: Grap
     assert compiled.runs == COMPILED
     assert compiled.predicted.step_time_ns < eager.timeline().step_time_ns
     assert compiled.predicted.peak_bytes < eager.timeline().peak_bytes
+    assert compiled.predicted.comm_bytes == eager.predicted.comm_bytes
     assert "runs" not in json.loads(eager.to_json())
     assert Plan.from_json(compiled.to_json()) == compiled
     assert "rank.compile()" in str(compiled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -154,7 +155,16 @@ WORKSPACES: dict[str, tuple[str, Operator, tuple[tuple[int, ...], tuple[int, ...
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WORKSPACES)
+def _in_suite(case: str) -> Any:
+    """Each case loads torch in a process of its own, which takes seconds: one of each kind of operator."""
+    return case if case in ("wide convolution", "rms_norm", "broadcast product") else _whole(case)
+
+
+def _whole(case: str) -> Any:
+    return pytest.param(case, marks=pytest.mark.whole)
+
+
+@pytest.mark.parametrize("case", [_in_suite(case) for case in WORKSPACES])
 def test_bytes_taken_for_a_while(case: str) -> None:
     op, operator, shapes = WORKSPACES[case]
     operands = [torch.randn(shape, requires_grad=True) for shape in shapes]

@@ -13,14 +13,21 @@ import transformers
 from torch import Tensor, nn
 
 import autopar
+from autopar.contexts import for_sequences, gathered, in_rings, with_contexts
+from autopar.driver import Context, Front, of_plan, outline_of
 from autopar.errors import AutoparError, PlanError
-from autopar.families import faster_templates
+from autopar.families import Family, stated
+from autopar.passes.contexts import contexts
+from autopar.passes.rings import rings
+from autopar.pipeline import template_of_graph
 from autopar.request import BUDGETS, Request
-from autopar.rewrites import for_sequences, with_contexts
+from autopar.rewrites import graph_of
 from autopar.runtime.lowering.parts import PartCall, PartQueries, part_gradients, part_over
+from autopar.simulate import predict
+from autopar.substitute.sequences import over_rings
 from autopar.template import CONTEXTS, attention_nodes
 from autopar.trace import trace
-from autopar.tunables import LONG_SEQUENCE
+from autopar.tunables import BOUND_SEQUENCE, LONG_SEQUENCE
 from models import gpt, llama
 from tests.equivalence import pipelines
 from tests.equivalence.hard import Tensors, assert_equal, template
@@ -153,9 +160,11 @@ def test_what_the_search_looks_at_computes_the_same() -> None:
     model, batch = gpt.build(config), gpt.example_inputs(config)
     request = Request(autopar.Mesh("cpu", devices_per_node=4), "train", "adamw", None, (), BUDGETS["fast"])
     graph, steps = for_sequences(trace(model, batch))
-    rows, found = faster_templates(graph, None, request, ("gather", "heads"))
-    assert {"zero=3, cp=4", "tp=2, zero=3, cp=2"} <= {row.template for row in rows}
-    best = min((made() for _, _, made in found), key=lambda plan: plan.predicted.step_time_ns)
+    family = Family(graph, None, request)
+    for tp, cp in ((1, 4), (2, 2)):
+        family.look_at_context(1, tp, cp, ("gather", "heads"))
+    assert {"zero=3, cp=4", "tp=2, zero=3, cp=2"} <= {row.template for row in family.rows}
+    best = min((stated(*one) for one in family.found), key=lambda plan: plan.predicted.step_time_ns)
     plan = autopar.Plan.from_json(replace(best, substitutions=steps).to_json())
     assert_equal(model, batch, autopar.parallelize(model, plan.mesh, batch, plan=plan))
 
@@ -188,13 +197,62 @@ def test_a_constraint_about_no_attention_is_refused() -> None:
         with_contexts(trace(*built("gpt")), [autopar.Constraint("nothing", context="ring")])
 
 
-def test_long_sequences_alone_are_looked_at() -> None:
-    rows = []
+def test_long_sequences_are_split_by_any_search() -> None:
+    """Of one sample, that no two ranks can share otherwise; shorter ones where memory binds alone."""
+    plans = []
     for length in (LONG_SEQUENCE, LONG_SEQUENCE // 2):
-        config = gpt.Config(num_layers=1, seq_len=length, batch_size=1)
+        config = gpt.Config(num_layers=1, seq_len=length, batch_size=1, num_heads=1)
         with torch.device("meta"):
             model, batch = gpt.build(config), gpt.example_inputs(config)
         mesh = autopar.Mesh("h100", devices_per_node=2)
-        plan = autopar.parallelize(model, mesh, batch, search="fast", check=False).plan
-        rows.append([row.template for row in plan.search.tried if row.template and "cp=2" in row.template])
-    assert rows[0] and not rows[1]
+        plans.append(autopar.parallelize(model, mesh, batch, search="fast", check=False))
+    told = [any("cp=2" in (row.template or "") for row in program.plan.search.tried) for program in plans]
+    assert told == [True, False]
+    assert ["rt.context_attention" in program.source for program in plans] == [True, False]
+    predicted = plans[0].plan.predicted
+    assert predict(plans[0].plan.simulator(plans[0].plan)).step_time_ns == predicted.step_time_ns
+
+
+def test_where_nothing_fits_the_graph_whose_sequences_may_be_split_is_planned_too() -> None:
+    """As the model's own is, in one stage and in several."""
+    request = Request(autopar.Mesh("cpu", devices_per_node=4), "train", "adamw", None, (), BUDGETS["fast"])
+    rules = []
+    for length in (BOUND_SEQUENCE, BOUND_SEQUENCE // 2):
+        config = gpt.Config(num_layers=1, seq_len=length, batch_size=2, num_heads=1, hidden_size=16)
+        front = Front(trace(gpt.build(config), gpt.example_inputs(config)))
+        assert front.next_round()
+        opened = [*contexts(front, Context(request))]
+        assert all(one.made is None and one.outline is None for one in opened)
+        rules.append([{step.rule for step in one.variant.steps} for one in opened])
+    assert len(rules[0]) == 1 and "split-sequence" in rules[0][0]
+    assert not rules[1]
+
+
+def test_rings_are_taken_back() -> None:
+    """Keys that pass in rings are gathered again by the operator of before; a mask goes back to torch's own."""
+    for name in ("llama", "hf_mistral"):
+        told, _ = for_sequences(trace(*built(name)))
+        names = over_rings(told)
+        back = gathered(in_rings(told, names)[0], names)[0]
+        assert [node.op for node in attention_nodes(back)] == [node.op for node in attention_nodes(told)]
+        assert not any(dict(node.kwargs).get("ring") for node in back.nodes)
+
+
+def test_the_best_plan_passes_keys_around_where_that_is_faster() -> None:
+    """And only there: what is found is what the simulator says of it."""
+    config = gpt.Config(num_layers=1, seq_len=LONG_SEQUENCE, batch_size=1)
+    with torch.device("meta"):
+        model, batch = gpt.build(config), gpt.example_inputs(config)
+    graph, mesh = trace(model, batch), autopar.Mesh("h100", devices_per_node=2)
+    found = {}
+    for context in ("gather", "ring"):
+        plan = template_of_graph(graph, mesh, cp=2, context=context)
+        front, own = Front(graph_of(plan, graph)), Context(Request(mesh, "train", "adamw", None, (), BUDGETS["fast"]))
+        front.add(of_plan(front.given, outline_of(plan), plan), "template")
+        front.opened = []
+        others = [one.plan for one in rings(front, own)]
+        found[context] = plan.predicted.step_time_ns, [one.predicted.step_time_ns for one in others]
+    (gather_ns, rings_ns), (ring_ns, gathers_ns) = found["gather"], found["ring"]
+    assert rings_ns == ([ring_ns] if ring_ns < gather_ns else [])
+    assert gathers_ns == ([gather_ns] if gather_ns < ring_ns else [])
+    assert gather_ns != ring_ns

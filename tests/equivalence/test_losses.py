@@ -97,6 +97,7 @@ SUMS: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(times=2)
 @pytest.mark.parametrize("loss", SUMS)
 @both(*MICROBATCHED, "dp", "stages")
 def test_losses_that_are_sums_over_samples(loss: str, how: str) -> None:
@@ -216,12 +217,14 @@ ROWS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("loss", ROWS)
 @both("dp", "tp")
 def test_losses_of_rows_that_a_mask_leaves(loss: str, how: str) -> None:
     assert_alike(Tokens(ROWS[loss]), (IDS, LABELS, MASK, TARGETS), how)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("loss", [name for name in ROWS if name != "rows"])  # a square of a mean
 @both(*MICROBATCHED)
 def test_rows_that_a_mask_leaves_in_microbatches(loss: str, how: str) -> None:

@@ -66,7 +66,8 @@ def batch() -> dict[str, Tensor]:
 
 
 def _cases() -> list[Any]:
-    """Each name as a parameter, buffer or module in turn, in one of two plans in turn; all three, of the runtime's."""
+    """Each name as a parameter, buffer or module in turn, in one of two plans in turn; of the runtime's all three, of
+    which the suite runs one in turn."""
     kinds, plans = ("parameter", "buffer", "module"), ({"dp": 2, "zero": 3}, {"tp": 2})
     names = [*OPERATORS, *SOURCE, *LIFTED, *GRAPHS]
     cases = [(name, kinds[number % 3], plans[number // 3 % 2]) for number, name in enumerate(names)]
@@ -77,6 +78,7 @@ def _cases() -> list[Any]:
 
 
 @pytest.mark.ranks
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "kind", "plan"), _cases())
 def test_any_name_trains_as_on_one_device(name: str, kind: str, plan: dict[str, int]) -> None:
     model = Named(name, kind)

@@ -19,6 +19,7 @@ from tests.equivalence.round_trips import round_trip
 from tests.rank_pool import pool
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.ranks
 COUNTS = {"model.layers.0.mlp": [90, 80, 70, 60, 5, 4, 3, 2], "model.layers.1.mlp": [1, 2, 1, 50, 1, 2, 60, 1]}
 ROUTING = autopar.Routing.histogram(COUNTS)
 SPLIT = (

@@ -1,4 +1,7 @@
-"""Every plan computes what the model computes: loss, each gradient, clipped norm, weights after optimizer steps."""
+"""Every plan computes what the model computes: loss, each gradient, clipped norm, weights after optimizer steps.
+
+Each plan of two models in turn; `pytest --whole tests/equivalence/test_plans.py` runs each plan of each model.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ def single(name: str) -> Any:
 
 
 @pytest.mark.ranks
+@pytest.mark.sampled(times=2)
 @pytest.mark.parametrize("plan_name", planned.PLANS)
 @pytest.mark.parametrize("model_name", zoo.NAMES)
 def test_plan_equals_model(model_name: str, plan_name: str) -> None:

@@ -61,6 +61,7 @@ def largest_difference(found: Tensors, expected: Tensors, floor: float) -> dict[
 
 
 @pytest.mark.ranks
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("model_name", "plan_name"),
     [

@@ -1,7 +1,8 @@
 """One step of every model of the zoo in every kind of plan equals the model: loss, gradients, buffers, bytes.
 
 The models of test_plans.py are proved there in these plans and more; here they have the plan that is searched for
-devices slow enough for the search to split them.
+devices slow enough for the search to split them. Each model in two of the plans in turn;
+`pytest --whole tests/equivalence/test_zoo.py` runs all.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def single(model_name: str) -> Step:
 
 
 @pytest.mark.ranks
+@pytest.mark.sampled(times=2, always=("hf_mixtral-searched", "dit-searched", "unet-searched"))
 @pytest.mark.parametrize(("model_name", "plan_name"), CASES)
 def test_step_equals_model(model_name: str, plan_name: str) -> None:
     model, batch = zoo.build(model_name)

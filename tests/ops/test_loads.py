@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autopar.ir.routing import P99, POWER_LAW, Routing
-from autopar.ops.loads import Numbers, busiest, choose, inclusions, largest, layers_of, weights_of
+from autopar.ops.loads import Numbers, busiest, choose, excess_of_sum, inclusions, largest, layers_of, weights_of
 
 SKEWED = Routing.histogram([50, 3, 9, 10, 11, 60, 4, 1])
 
@@ -46,6 +46,23 @@ def test_loads_are_those_of_drawn_routings(
     assert abs(load.mean - found.mean()) < 0.2 * deviation + 0.5
     assert abs(load.p99 - found[990]) < 0.6 * deviation + 1
     assert (found > load.most).mean() <= 0.016  # 1% and two standard errors of it
+
+
+@pytest.mark.parametrize("routing", [Routing.balanced(), Routing.power_law(1.2), SKEWED])
+@pytest.mark.parametrize("layers", [2, 16])
+def test_layers_are_seldom_busiest_together(routing: Routing, layers: int) -> None:
+    """Against sums of drawn routings; one layer is at its quantile, and the largest of several sums further out."""
+    asked = (routing, 64, 2, 8, 4)
+    found, generator = drawn(*asked), np.random.default_rng(5)
+    sums = sum(generator.permutation(np.tile(found, 8)) for _ in range(layers))
+    expected = (np.quantile(sums, 0.99) - layers * found.mean()) / (layers * (found[990] - found.mean()))
+    assert excess_of_sum(*asked, layers) == pytest.approx(expected, rel=0.2)
+    assert excess_of_sum(*asked, layers) < excess_of_sum(*asked, layers, 4) <= excess_of_sum(*asked, 1) == 1
+
+
+def test_the_same_load_every_time_adds_up() -> None:
+    assert excess_of_sum(SKEWED, 100, 2, 8, 1, 16) == 1  # one rank has all rows
+    assert excess_of_sum(SKEWED, 100, 8, 8, 4, 16) == 1  # each token chooses every expert
 
 
 def test_every_layer_counts() -> None:

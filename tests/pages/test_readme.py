@@ -46,7 +46,7 @@ def test_the_new_users_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert re.search(r"layers\.0\.up\.weight +\[.*\] → \[R\]$", printed["plan"], re.MULTILINE)
     assert re.search(r"layers\.\*\.up\.weight +\[.*\] → \[S\(0\)\]  ×3$", printed["plan"], re.MULTILINE)
     assert "layers.0.up.weight: " in printed["diff"]
-    losses = [float(loss) for loss in re.findall(r"^step \d loss (\S+)$", printed["--nproc-per-node"], re.MULTILINE)]
+    losses = [float(loss) for loss in re.findall(r"^step \d+ loss (\S+) ", printed["--nproc-per-node"], re.MULTILINE)]
     assert len(losses) == 10 and losses[-1] < losses[0]
 
 

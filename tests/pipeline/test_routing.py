@@ -42,6 +42,8 @@ def test_skew_costs_time_and_a_quantile_more() -> None:
         assert told.step_time_p99_ns is not None and told.step_time_p99_ns >= told.step_time_ns
         again = autopar.Plan.from_json(plan.to_json())
         assert again == plan and again.to_json() == plan.to_json()
+        compiled = plan.compiled().predicted
+        assert compiled.step_time_p99_ns is not None and compiled.step_time_p99_ns >= compiled.step_time_ns
     assert skewed.predicted.step_time_ns > balanced.predicted.step_time_ns
     assert skewed.fingerprint == balanced.fingerprint  # the same model
     assert "a power law of exponent 2" in str(skewed) and "99th percentile of routings" in str(skewed)

@@ -242,6 +242,27 @@ def bag(pool: Pool) -> Found:
     return [pool.input("ids", (pool.length(), pool.length()), high=rows), pool.leaf((rows, pool.length()))], ()
 
 
+def experts(pool: Pool) -> Found:
+    """Rows that each go through a few of some experts; with biases, a gate and chunks as it comes."""
+    x = pool.value(rank=2)
+    (tokens, width), count = pool.shape(x), pool.rng.randint(2, 6)
+    hidden, made, choices = pool.length(), pool.length(), pool.rng.randint(1, 3)
+    ids = pool.input("ids", (tokens, choices), high=count)
+    parts = pool.pick([(), (), (2,)])
+    operands = [x, ids, pool.input("float", (tokens, choices)), pool.leaf((count, width, *parts, hidden))]
+    operands += [pool.leaf((count, hidden, made))]
+    if pool.chance(0.3):
+        operands += [pool.leaf((count, *parts, hidden)), pool.leaf((count, made))]
+    activation = pool.pick(["relu"] if pool.exact else ["relu", "silu", "gelu"])
+    return operands, (activation, bool(parts), count, pool.pick([1, 1, 2, 4]))
+
+
+def experts_text(names: list[str], shapes: Shapes, args: list[Any]) -> str:
+    activation, gated, count, chunks = args
+    told = [*names[:5], repr(activation), repr(gated), str(count), *names[5:], f"chunks={chunks}"]
+    return f"torch.ops.autopar.routed_experts({', '.join(told)})"
+
+
 def gathered(pool: Pool) -> Found:
     """Like `x` but for the dim that is gathered along; the last one may be any part."""
     name = pool.value(min_rank=1, max_rank=3)
@@ -460,6 +481,7 @@ _EXACT = [
     Operator("index", index_text, indexed, weight=2),
     Operator("one_hot", lambda n, s, a: f"F.one_hot({n[0]}, {a[0]}).double()", one_hot),
     Operator("conv2d", convolution_text, convolution, weight=4),
+    Operator("routed_experts", experts_text, experts, weight=3),
     Operator("max_pool2d", lambda n, s, a: f"F.max_pool2d({n[0]}, {a[0]}, {a[1]})", pooled, weight=1),
 ]
 

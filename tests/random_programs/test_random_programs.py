@@ -28,17 +28,17 @@ SEED = 20_000
 
 @pytest.mark.sweep
 def test_random_programs_on_threads(capsys: pytest.CaptureFixture[str]) -> None:
-    """200 cases; `python -m tests.random_programs.run --seed 20000` runs the same, and more."""
+    """Five plans of each of 20 programs; `python -m tests.random_programs.run --seed 20000` runs these, and more."""
     with capsys.disabled():
         print(f"\nrandom programs, seed {SEED}")
     wrong, exact = [], 0
-    for case in itertools.islice(run._cases(SEED), 200):
+    for case in itertools.islice(run._cases(SEED, plans=5), 100):
         text = outcome(case)
         if text:
             wrong.append(f"{case.name}: {text}\n{code(case, text)}")
         exact += case.subject.mode == "train" and case.subject.is_exact
-    assert not wrong, f"{len(wrong)} of 200 cases are wrong; the first:\n{wrong[0]}"
-    assert exact >= 30
+    assert not wrong, f"{len(wrong)} of 100 cases are wrong; the first:\n{wrong[0]}"
+    assert exact >= 15
 
 
 @pytest.mark.ranks

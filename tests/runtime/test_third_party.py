@@ -27,6 +27,7 @@ PLANS: dict[str, dict[str, int]] = {
     "dp×tp": {"dp": 2, "tp": 2},
     "zero3×pp": {"dp": 2, "zero": 3, "pp": 2, "microbatches": 2},
 }
+IN_SUITE = ("zero3", "tp", "pp")
 ON_ALL = ("lamb", "muon", "adafactor", "torch adafactor", "shampoo", "torch muon")
 WITH_CLOSURES = ("sam", "lbfgs")
 Weights = dict[str, Tensor]
@@ -145,7 +146,9 @@ def source_of(how: str, is_frozen: bool = False) -> tuple[str, int]:
         return autopar.parallelize(model(is_frozen), mesh, batch(0), plan=plan).source, count
 
 
-@pytest.mark.parametrize("how", PLANS)
+@pytest.mark.parametrize(
+    "how", [how if how in IN_SUITE else pytest.param(how, marks=pytest.mark.whole) for how in PLANS]
+)
 def test_five_steps_equal_those_of_one_device(how: str, rank_pool: Callable[[int], RankPool]) -> None:
     source, count = source_of(how)
     weights, names = {key: value.clone() for key, value in model().state_dict().items()}, names_on(how)

@@ -13,7 +13,7 @@ from tests.sent_files.check import KEPT, check_profile, outcome, plan_faults
 from tests.sent_files.mutations import CANARY
 from tests.sent_files.run import FINE, case, names
 
-CASES = 300
+CASES = 120
 
 
 @pytest.mark.sweep

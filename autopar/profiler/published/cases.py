@@ -190,7 +190,26 @@ MOVING = {
     "add_scalar": ("add.Tensor", 1), "gelu": ("gelu.default", 1), "relu": ("relu.default", 1),
     "tanh": ("tanh.default", 1), "softmax": ("_softmax.default", 1), "layer_norm": ("layer_norm.default", 1),
     "rms_norm": ("rms_norm.default", 1), "embedding": ("embedding.default", 2),
+    "silu": ("silu.default", 1), "dropout": ("native_dropout.default", 1), "clone": ("clone.default", 1),
+    "sum": ("sum.dim_IntList", 1), "cross_entropy": ("cross_entropy_loss.default", 2),
 }  # fmt: skip
+LOOKUPS = {"embedding": (True, False), "cross_entropy": (True, False)}  # of which operands there are gradients
+#: operators whose backward pass is a kernel of its own, and is measured
+MOVED_BACK = frozenset(
+    {
+        "mul",
+        "gelu",
+        "relu",
+        "tanh",
+        "silu",
+        "softmax",
+        "layer_norm",
+        "rms_norm",
+        "dropout",
+        "embedding",
+        "cross_entropy",
+    }
+)
 MOVING_NODES = {
     op: Node("y", f"aten.{name}", tuple(Ref(x) for x in "ab"[:count]), (), ("y",))
     for op, (name, count) in MOVING.items()
@@ -199,13 +218,18 @@ VOCABULARY = 32_000  # of an embedding, whose rows do not say it: only what is l
 
 
 def _moving(row: Row) -> MeasuredCall | None:
-    op = row["op"]
-    if op not in MOVING or row["pass"] != "forward":
+    op, is_backward = row["op"], row["pass"] == "backward"
+    if op not in MOVING or (is_backward and op not in MOVED_BACK):
         return None
     shape, count = shape_of(row, ("rows", "cols")), MOVING[op][1]
     size = "of 32 MiB or more" if shape[0] * shape[1] * DTYPE_BYTES[row["dtype"]] >= 1 << 25 else "less"
-    operands = ((VOCABULARY, shape[1]), shape[:1]) if op == "embedding" else (shape,) * count
-    return MeasuredCall(f"memory-bound, {op}", size, shape, MOVING_NODES[op], operands, shape, op=op, **_measured(row))
+    operands: tuple[Shape, ...] = (shape,) * count
+    result = {"sum": shape[:1], "cross_entropy": ()}.get(op, shape)
+    if op in LOOKUPS:
+        operands = (shape if op == "cross_entropy" else (VOCABULARY, shape[1]), shape[:1])
+    family = f"memory-bound, {op}{', backward' if is_backward else ''}"
+    told = {"op": op, "wanted": LOOKUPS.get(op, ()), "direction": int(is_backward), **_measured(row)}
+    return MeasuredCall(family, size, shape, MOVING_NODES[op], operands, result, **told)
 
 
 #: what a row's columns say it is

@@ -10,26 +10,32 @@ Columns: gpu, op, pass, rows, cols, dtype, time_us, software. A family's rows ar
 4. Of a GPU that nobody measured, what takes time with bytes is as much shorter as its memory is faster than that of the
    measured GPU with the nearest bandwidth.
 
-Backward directions have the forward's curve: it is one of bytes, and nobody measured them apart.
+5. An update takes what fused AdamW was measured to take (`OPTIMIZERS`).
+6. Rows that `measure_gpu` wrote serve their families alone, and their backward passes too; else backward directions
+   have the forward's curve, which is one of bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import geometric_mean
 
-from autopar.cost.compute import forward_work
+from autopar.cost.compute import node_call
+from autopar.cost.memory import optimizer_moved_bytes
 from autopar.cost.profile import Curve, OperatorCurve, Profile
 from autopar.cost.provenance import Provenance
+from autopar.ops.table import operator
 from autopar.profiler.published.cases import MeasuredCall, cases_of
 from autopar.profiler.published.collectives import isotonic
 from autopar.profiler.published.eager import kernel_ns
 from autopar.profiler.published.rows import Taken, read_rows
 
 FILES = "memory_bound*.csv*"
+OPTIMIZERS = "optimizers*.csv*"
+OWN = "CUDA graph"  # at the end of the software of rows that `measure_gpu` wrote
 FEWEST = 8  # rows that make a curve
 LEAST = 1 << 14  # bytes; what moves fewer takes as long
 LEVEL = 1e-6  # by which more bytes take longer where as much was measured, above what figures are rounded by
@@ -39,18 +45,42 @@ Points = Mapping[float, float]
 """Nanoseconds by bytes moved."""
 
 
-def with_moving(profile: Profile, folder: Path, gpus: Iterable[str], date: str, taken: Taken) -> Profile:
+def with_moving(profile: Profile, folder: Path, gpus: Sequence[str], date: str, taken: Taken) -> Profile:
     """The profile with curves of the operators that the folder's rows of these GPUs have, and of those like them."""
     rows = [row for gpu in gpus for row in read_rows(folder, FILES, gpu=gpu)]
     calls = [call for call in cases_of(rows) if taken(call.key)]
-    made = {family: _of_calls(family, own, profile, date) for family, own in grouped_calls(calls).items()}
+    forward, backward = ([call for call in calls if call.direction == side] for side in (0, 1))
+    back = grouped_calls(backward)
+    made = {
+        family: _of_calls(family, own, back.get(family, []), profile, date)
+        for family, own in grouped_calls(forward).items()
+    }
     if "pointwise" not in made:
         return profile
     others = {
         name: _beside(curve, profile, made["pointwise"], date)
         for name, curve in profile.operators.items() if curve.bound == "memory" and name not in made
     }  # fmt: skip
+    made |= _updates(folder, gpus, profile, date)
     return replace(profile, operators={**profile.operators, **others, **made}, _shared={})
+
+
+def _updates(folder: Path, gpus: Sequence[str], profile: Profile, date: str) -> dict[str, OperatorCurve]:
+    """Of AdamW in one fused kernel, as emitted scripts call it; none where the folder has no rows of it."""
+    found = [row for gpu in gpus for row in read_rows(folder, OPTIMIZERS, gpu=gpu) if row["way"] == "fused"]
+    times: dict[float, list[float]] = {}
+    for row in found:
+        shape = (int(row["elements"]), int(row["tensors"]))
+        size = float(shape[1] * optimizer_moved_bytes(row["op"], shape[:1], row["dtype"]))
+        times.setdefault(max(LEAST, size), []).append(1000 * float(row["time_us"]))
+    if len(times) < FEWEST:
+        return {}
+    sizes = sorted(times)
+    points = dict(zip(sizes, isotonic([geometric_mean(times[size]) for size in sizes]), strict=True))
+    source = f"{len(found)} times of fused AdamW on {found[0]['gpu']} ({found[0]['software']})"
+    curve = curve_of(points, profile.facts.memory_bandwidth)
+    provenance = Provenance("measured", source, date)
+    return {"optimizer": OperatorCurve("optimizer", "memory", curve, curve, provenance, call_ns=(0, 0))}
 
 
 def grouped_calls(calls: Iterable[MeasuredCall]) -> dict[str, list[MeasuredCall]]:
@@ -64,6 +94,9 @@ def grouped_calls(calls: Iterable[MeasuredCall]) -> dict[str, list[MeasuredCall]
 
 
 def _chosen(calls: list[MeasuredCall]) -> list[MeasuredCall]:
+    own = [call for call in calls if call.software.endswith(OWN)]
+    if len(own) >= FEWEST:
+        return own
     alone = [call for call in calls if not call.floor_ns]
     if len(alone) < FEWEST:
         return calls
@@ -71,12 +104,18 @@ def _chosen(calls: list[MeasuredCall]) -> list[MeasuredCall]:
     return [*alone, *(call for call in calls if call.floor_ns and moved_bytes(call) > most)]
 
 
-def _of_calls(family: str, calls: list[MeasuredCall], profile: Profile, date: str) -> OperatorCurve:
+def _of_calls(
+    family: str, calls: list[MeasuredCall], back: list[MeasuredCall], profile: Profile, date: str
+) -> OperatorCurve:
     gpus, ops, software = (
         ", ".join(sorted({getattr(call, name) for call in calls})) for name in ("gpu", "op", "software")
     )
-    source = f"{len(calls)} times of {ops} on {gpus} ({software})"
-    return _published(family, _made(points_of(calls), profile), Provenance("published", source, date))
+    counted = f"{len(calls)} times" + (f" (and {len(back)} of the backward pass)" if back else "")
+    kind = "measured" if all(call.software.endswith(OWN) for call in calls) else "published"
+    provenance = Provenance(kind, f"{counted} of {ops} on {gpus} ({software})", date)
+    forward = _made(points_of(calls), profile)
+    backward = _made(points_of(back), profile) if back else forward
+    return OperatorCurve(family, "memory", forward, backward, provenance, call_ns=(0, 0))
 
 
 def points_of(calls: Iterable[MeasuredCall]) -> dict[float, float]:
@@ -92,8 +131,10 @@ def points_of(calls: Iterable[MeasuredCall]) -> dict[float, float]:
 
 
 def moved_bytes(call: MeasuredCall) -> int:
-    """As the cost model counts them."""
-    return forward_work(call.node, call.operands, (call.result,), call.tensors).num_bytes
+    """As the cost model counts them, in the direction of the call."""
+    told = node_call(call.node, call.operands, (call.result,), call.tensors)
+    work = operator(told.op).work
+    return (work.backward if call.direction else work.forward)(told).num_bytes
 
 
 def _made(points: Points, profile: Profile) -> Curve:

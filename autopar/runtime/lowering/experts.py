@@ -191,7 +191,7 @@ def grouped_product(rows: Tensor, matrices: Tensor, counts: Sequence[int], bias:
     """The product of each group of consecutive rows with the matrix of its group, and its bias added."""
     if _has_kernel(rows, matrices):
         ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32).to(rows.device, non_blocking=True)
-        made: Tensor = torch._grouped_mm(rows, matrices, offs=ends)
+        made: Tensor = _WithWholeGradient.apply(torch._grouped_mm(rows, matrices, offs=ends))  # type: ignore[no-untyped-call]
         return made if bias is None else made + bias.repeat_interleave(_tensor(counts, rows), 0, output_size=len(made))
     if not counts:  # of no experts: no rows, which still lead the backward pass to the exchange
         return rows @ matrices.sum(0)
@@ -199,6 +199,21 @@ def grouped_product(rows: Tensor, matrices: Tensor, counts: Sequence[int], bias:
     if bias is not None:
         parts = [part + own for part, own in zip(parts, bias.unbind(0), strict=True)]
     return torch.cat(parts)
+
+
+class _WithWholeGradient(torch.autograd.Function):
+    """The same, whose gradient lies row by row in memory: the kernel's own gradients assert so on the device, where an
+    expanded one (of a sum, say) ends the process."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor) -> Tensor:
+        """A view."""
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """A copy where it does not."""
+        return grad.contiguous()
 
 
 def _tensor(counts: Sequence[int], like: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""What a CPU cannot run: skipped, with the reason, where there is no GPU."""
