@@ -119,6 +119,7 @@ class Looks:
             found += self.chunks.equal(way, self.layered.kind(way))
         except InfeasibleError:
             return
+        found += self.known[setting].found if setting in self.known else ()  # with something else computed again
         floor, least = _floor(found), self.least(found)
         self.known[setting] = Look(floor, least, least, tuple(found))
         self.best_ns = min(self.best_ns, least)

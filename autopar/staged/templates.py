@@ -13,7 +13,7 @@ So a plan that people write by hand is among what is searched, and the rest of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,11 +23,10 @@ import numpy as np
 from autopar.errors import InfeasibleError
 from autopar.interop import StageKind
 from autopar.interop.submeshes import divisors, submesh_sizes
-from autopar.intraop import TradeOff
 from autopar.ir.mesh import make_axes
 from autopar.microbatch import divisible
 from autopar.staged.looks import NEVER, Looks
-from autopar.staged.ways import Setting, StageStrategy
+from autopar.staged.ways import Int64Array, Setting, StageStrategy
 from autopar.tunables import (
     FEW_DEVICES,
     LIKELY_STAGES,
@@ -60,15 +59,14 @@ class StageTemplates:
         each shape takes."""
         found = sorted(self._estimates() if self._are_open else (), key=lambda one: one[:2])
         for one in found:
-            tp = next((axis.size for axis in one.setting.axes if axis.name == "tp"), 1)
-            self.looks.of_shape.setdefault((one.setting.num_devices, tp), one.step_ns)
-        looked = set[Setting]()
+            shape = one.setting.num_devices, _tensor_parallel(one.setting)
+            self.looks.of_shape.setdefault(shape, one.step_ns)
+        looked = set[tuple[Setting, str]]()
         for one in found:
             if one.step_ns > NEAR_ESTIMATE * self.looks.best_ns or len(looked) == TEMPLATES_LOOKED_AT:
                 break
-            if one.setting not in looked:
-                looked.add(one.setting)
-                self.looks.look_at_template(one.setting, one.recompute)
+            looked.add((one.setting, one.recompute))
+            self.looks.look_at_template(one.setting, one.recompute)
 
     @property
     def _are_open(self) -> bool:
@@ -94,11 +92,15 @@ class StageTemplates:
         return found
 
     def _of_microbatch(self, tp: int, samples: int) -> Iterator[Estimated]:
-        """With so many samples a rank and microbatch, on any number of stages."""
+        """With so many samples a rank and microbatch, on any number of stages, in each way to store what stays."""
         every = [*self._on_stages(tp, samples)]
-        if not every:
-            return
-        known = min(every, key=lambda one: abs(np.log2(one.num_stages / LIKELY_STAGES)))
+        for alike in ([one for one in every if one.zero == zero] for zero in (0, *_ZERO)):
+            if alike:
+                yield from self._of_storage(alike)
+
+    def _of_storage(self, alike: Sequence[Setting]) -> Iterator[Estimated]:
+        """Of settings that differ in the number of stages alone: all by what layers cost in one of them."""
+        known = min(alike, key=lambda one: abs(np.log2(one.num_stages / LIKELY_STAGES)))
         with suppress(InfeasibleError):
             choice = self.layered.place_of(known).placements.trade_offs(1, *self.looks.solver).fastest()
             for recompute in self.layered.recomputations:
@@ -106,8 +108,9 @@ class StageTemplates:
                 self._least_of_tp = min(self._least_of_tp, self._least_ns(kind, known))
                 if self._least_ns(kind, known) > NEAR_ESTIMATE * self.best_ns:
                     break
-                for setting in every:
-                    yield from self._of_setting(kind, choice, known, setting, recompute)
+                for setting in alike:
+                    way = StageStrategy(setting, choice, recompute)
+                    yield from self._of_setting(way, stored_as(kind, known, setting, self.layered.parameter_bytes))
 
     def _on_stages(self, tp: int, samples: int) -> Iterator[Setting]:
         """The settings on all numbers of stages that devices, layers and the batch allow."""
@@ -120,37 +123,44 @@ class StageTemplates:
             if divisible(self.layered.folded.graph, microbatches):
                 names = {name: count for name, count in (("dp", dp), ("tp", tp)) if count > 1}
                 axes = make_axes(tuple(names), tuple(names.values()))
-                yield Setting(axes, size, stages, microbatches, 1 if dp > 1 else 0, splits_sequence=tp > 1)
+                for zero in _ZERO if dp > 1 else (0,):
+                    yield Setting(axes, size, stages, microbatches, zero, splits_sequence=tp > 1)
 
     def _least_ns(self, kind: StageKind, setting: Setting) -> int:
         """What a step takes at least: what is computed, on as many devices, without a bubble."""
         return int(setting.microbatches * kind.time_ns.sum()) // setting.num_stages
 
-    def _of_setting(
-        self, kind: StageKind, choice: TradeOff, known: Setting, setting: Setting, recompute: str
-    ) -> Iterator[Estimated]:
-        """With each number of chunks, by what layers cost in a setting of another number of stages."""
-        for zero in _ZERO if setting.zero else (0,):
-            own = self._stored_as(kind, known, setting, zero)
-            way = StageStrategy(setting, choice, recompute)
-            every = [*self.looks.chunks.of(way, own), self.looks.chunks.whole(way, own)]
-            fitting = [one for one in every if one.peak_bytes <= self.layered.admitted]
-            if fitting:
-                best = min(fitting, key=lambda one: one.step_ns)
-                self.best_ns = min(self.best_ns, best.step_ns)
-                yield Estimated(best.step_ns, best.peak_bytes, replace(setting, zero=zero), recompute)
-            if len(fitting) == len(every):
-                break  # what is sharded more would not be faster
+    def _of_setting(self, way: StageStrategy, own: StageKind) -> Iterator[Estimated]:
+        """The fastest that fits of all numbers of chunks. own: what layers cost."""
+        every = [*self.looks.chunks.of(way, own), self.looks.chunks.whole(way, own)]
+        fitting = [one for one in every if one.peak_bytes <= self.layered.admitted]
+        if fitting:
+            best = min(fitting, key=lambda one: one.step_ns)
+            self.best_ns = min(self.best_ns, best.step_ns)
+            yield Estimated(best.step_ns, best.peak_bytes, way.setting, way.recompute)
 
-    def _stored_as(self, kind: StageKind, known: Setting, setting: Setting, zero: int) -> StageKind:
-        """What layers cost where the optimizer's state, and gradients with ZeRO-2, are among other ranks."""
-        dp, tp = (next((axis.size for axis in setting.axes if axis.name == name), 1) for name in ("dp", "tp"))
-        before = known.num_devices // tp
-        stays = kind.resident_bytes - kind.gradient_bytes
-        weights = np.minimum(stays, self.layered.parameter_bytes // tp)
-        gradients = kind.gradient_bytes // (dp if zero == 2 else 1)
-        resident = weights + (stays - weights) * before // dp + gradients
-        return replace(
-            kind, num_devices=setting.num_devices, resident_bytes=resident, gradient_bytes=gradients,
-            once_ns=kind.once_ns * before // dp,
-        )  # fmt: skip
+
+def stored_as(kind: StageKind, known: Setting, setting: Setting, parameter_bytes: Int64Array) -> StageKind:
+    """What layers cost where there are other numbers of stages, so that what is sharded is among d ranks and not k.
+
+    Of a layer's w bytes ZeRO-1 keeps the gathered copy and a shard, and one of the optimizer's state s, in all
+    w + (w + s) / d; ZeRO-2 of gradients a shard, too, g / d, and buckets on their way with their sums, b · (1 + 1 / d).
+    """
+    before, after = (one.num_devices // _tensor_parallel(one) for one in (known, setting))
+    stays = kind.resident_bytes - kind.gradient_bytes
+    whole = np.minimum(stays, parameter_bytes // _tensor_parallel(setting))
+    gradients = kind.gradient_bytes * before // after if setting.zero == 2 else kind.gradient_bytes
+    on_their_way = (1 + 1 / after) / (1 + 1 / before)
+    return replace(
+        kind,
+        num_devices=setting.num_devices,
+        resident_bytes=whole + (stays - whole) * before // after + gradients,
+        gradient_bytes=gradients,
+        once_ns=kind.once_ns * before // after,
+        travelling_bytes=(kind.travelling_bytes * on_their_way).astype(np.int64),
+        most_travelling_bytes=(kind.most_travelling_bytes * on_their_way).astype(np.int64),
+    )
+
+
+def _tensor_parallel(setting: Setting) -> int:
+    return next((axis.size for axis in setting.axes if axis.name == "tp"), 1)

@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 
 import autopar
+from autopar.interop import StageKind
 from autopar.ir.mesh import make_axes
 from autopar.profiler import load_profile
 from autopar.request import Request, SearchBudget
 from autopar.staged.finalists import Finalists
 from autopar.staged.layered import Layered
 from autopar.staged.search import StagedSearch
-from autopar.staged.ways import Setting
+from autopar.staged.templates import stored_as
+from autopar.staged.ways import Setting, StageStrategy
 from autopar.trace import find_blocks, trace
 from models import gpt
 from tests.oracles.frozen.cases import PROFILES
@@ -46,3 +49,24 @@ def test_steps_and_peaks(zero: int, schedule: str, microbatches: int) -> None:
     played = finalists._simulated(candidate)
     assert candidate.step_ns == pytest.approx(played.step_time_ns, rel=0.05)
     assert 0.97 * played.peak_bytes <= candidate.peak_bytes <= 1.05 * played.peak_bytes
+
+
+@pytest.mark.parametrize("zero", (1, 2))
+@pytest.mark.parametrize(("known", "stages"), [(4, 2), (2, 4)])
+def test_what_layers_keep_on_other_numbers_of_stages(zero: int, known: int, stages: int) -> None:
+    """Of templates, each of which is estimated by layers of one number of stages."""
+    looks, layered = search().looks, search().layered
+
+    def template(stages: int) -> Setting:
+        return Setting(make_axes(("dp",), (8 // stages,)), 8 // stages, stages, 8 * stages, zero)
+
+    def layers(setting: Setting) -> StageKind:
+        fastest = layered.place_of(setting).placements.trade_offs(1, *looks.solver).fastest()
+        return layered.kind(StageStrategy(setting, fastest, "none"))
+
+    own, setting = layers(template(known)), template(stages)
+    said = stored_as(own, template(known), setting, layered.parameter_bytes)
+    for column in ("resident_bytes", "gradient_bytes", "travelling_bytes"):
+        found, expected = getattr(said, column), getattr(layers(setting), column)
+        np.testing.assert_allclose(found, expected, rtol=0.02, atol=4096, err_msg=column)
+    assert zero == 1 or own.travelling_bytes.any()
