@@ -40,6 +40,7 @@ def calls(graph: Graph) -> list[str]:
     return [node.args[0].rpartition(":")[2] for node in graph.nodes if node.op == FUNCTION]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("part", "how"),
     [*((part, "dp") for part in PARTS), *(("top two", how) for how in HOWS), ("of a parameter", "zero")],

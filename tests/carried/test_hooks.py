@@ -31,6 +31,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "how"), CASES, ids=str)
 def test_program_equals_the_model(kind: str, how: dict[str, Any]) -> None:
     assert differences(HOOKED[kind](), batch(), **how) == []
@@ -121,6 +122,7 @@ def test_what_cannot_be_carried_is_refused_with_its_place(make: Callable[[], nn.
     assert error.match(message)
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("how", [{"dp": 2}, {"devices": 2}, {"dp": 2, "zero": 3}], ids=str)
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -62,6 +62,7 @@ def _outside(_: Net, h: Tensor) -> Tensor:
     return h[2:].as_strided((3, 8), (8, 1), 8)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["dp=2", "tp=2"])
 @pytest.mark.parametrize("part", [_filled, _wrapped, _written, _windows, _turned, _expanded])
 def test_as_strided_is_of_the_whole_tensor(part: Part, how: str) -> None:
@@ -95,6 +96,7 @@ def _normalized_first(net: Net, h: Tensor) -> Tensor:
     return h + net.norm(h)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("part", [_data_scaled, _data_set, _normalized_first])
 def test_a_buffer_that_is_written_to_while_a_backward_pass_waits_for_it_is_refused(part: Part, device: str) -> None:
@@ -187,6 +189,7 @@ KEPT = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("part", KEPT)
 def test_an_activation_that_is_written_to_while_a_backward_pass_waits_is_refused(part: Part, device: str) -> None:
@@ -231,6 +234,7 @@ def _between_blocks(net: Net, h: Tensor) -> Tensor:
     return h
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "part", [_made_by_linear, _kept_by_what_leads_nowhere, _kept_in_another_memory, _between_blocks]
 )

@@ -85,6 +85,7 @@ HOWS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("how", HOWS)
 def test_it_is_given_the_whole_gradient(way: str, how: str) -> None:

@@ -166,6 +166,7 @@ def test_the_graph_has_the_new_values(write: Write) -> None:
     assert_traced(Model(write), batch())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("plan", ["tp=2", "zero=3"])
 @pytest.mark.parametrize("write", [_normalised, _row, _copied, _drifting], ids=_named)
 def test_shards_are_what_one_device_has(write: Write, plan: str) -> None:
@@ -180,6 +181,7 @@ def test_updates_made_of_what_is_stored_run_in_every_plan(write: Write, plan: st
     assert differences(*kept(Model, batch, write), plan) == []
 
 
+@pytest.mark.sampled
 @pytest.mark.sweep
 @pytest.mark.parametrize("plan", sorted(PLANS))
 @pytest.mark.parametrize("write", OF_THE_BATCH, ids=_named)
@@ -218,6 +220,7 @@ def test_an_update_made_of_the_batch_is_refused_in_microbatches_with_its_line() 
         autopar.template_plan(Model(_drifting), mesh, batch(), dp=2, microbatches=2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("use", [nn.Linear.forward, lambda layer, h: h @ layer.weight.t()], ids=["whole", "view"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_write_to_what_the_backward_pass_reads_is_refused_with_both_lines(device: str, use: Any) -> None:

@@ -51,6 +51,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", [{"dp": 2}, {"tp": 2}, {"dp": 2, "zero": 3}])
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_that_count_or_have_two_names(name: str, how: dict[str, Any]) -> None:
@@ -94,6 +95,7 @@ def counted(count: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[nn.Modul
     return Counted(count), (torch.randn(BATCH, 6), torch.randint(4, (BATCH,)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", [{"dp": 2}, {"tp": 2}, {"dp": 2, "microbatches": 2}])
 @pytest.mark.parametrize("name", ["classes", "weighted"])
 def test_counts_of_classes(name: str, how: dict[str, Any]) -> None:
@@ -122,6 +124,7 @@ class Spread(nn.Module):
         return (found - torch.eye(len(found))).square().sum()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", [{"dp": 2}, {"tp": 2}])
 @pytest.mark.parametrize("spread", [lambda z: torch.cov(z.t()), lambda z: z.corrcoef()], ids=["columns", "samples"])
 def test_covariances(spread: Callable[[Tensor], Tensor], how: dict[str, Any]) -> None:

@@ -40,6 +40,7 @@ def test_every_construct_is_of_a_model_that_runs() -> None:
         check.eager(Model((Used(key, place, 0),)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("place", ["first", "layer"])
 @pytest.mark.parametrize(
     ("key", "kind"),

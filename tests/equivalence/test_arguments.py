@@ -83,6 +83,7 @@ class Plain(Base):
         return F.cross_entropy(self.a(x) * k, y)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("inputs", [(X, Y), (X, Y, 3), (X, Y, 3, X * 2, X * 3)], ids=("default", "number", "rest"))
 @both("dp", "searched")
 def test_arguments_by_position(inputs: Any, how: str) -> None:
@@ -253,6 +254,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("loss", LOSSES)
 @both("dp", "tp", "zero3", "microbatches", "stages")
 def test_losses_with_parameters_and_buffers(loss: str, how: str) -> None:

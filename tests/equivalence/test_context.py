@@ -89,6 +89,7 @@ IN_TURN = [(*case, CONTEXTS[number % 3]) for number, case in enumerate(CASES)]
 RINGS = [("gpt", 15, {"cp": 4}), ("hf_mistral", 16, {"cp": 2}), ("hf_llama_packed", 16, {"cp": 4})]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "length", "choices", "context"), [*IN_TURN, *((*case, "ring") for case in RINGS)], ids=str
 )

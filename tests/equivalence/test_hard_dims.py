@@ -153,6 +153,7 @@ def test_7_heads_on_4_ranks_split_2_2_2_1() -> None:
     assert_equal(model, batch, program)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("count", "dp"), [(10, 4), (7, 4), (5, 2)])
 @pytest.mark.parametrize("zero", [0, 3])
 def test_batch_that_does_not_divide(count: int, dp: int, zero: int) -> None:
@@ -207,6 +208,7 @@ class Grouped(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(2)).square().mean()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "axes", "expected"),
     [

@@ -54,6 +54,7 @@ def masked_batch(count: int = 8) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("count", "choices"), [(8, {"dp": 4}), (7, {"dp": 4}), (8, {"dp": 2, "tp": 2})], ids=str)
 def test_integer_and_boolean_inputs(count: int, choices: dict[str, int]) -> None:
     model, batch = Masked(), masked_batch(count)
@@ -98,6 +99,7 @@ def tagged(count: int) -> dict[str, Tensor]:
     return {"x": torch.randn(count, 8, generator=generator(6)), "target": target}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("loss", ["plain", "nll", "weighted", "smoothed"])
 @pytest.mark.parametrize(("count", "choices"), [(8, {"dp": 4}), (10, {"dp": 4}), (8, {"tp": 4})], ids=str)
 def test_ignored_targets_where_ranks_hold_unequal_counts(loss: str, count: int, choices: dict[str, int]) -> None:

@@ -93,6 +93,7 @@ def images(count: int) -> Tensors:
     return {"x": normals(count, 3, 8, 8), "target": target}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("count", "axes"), [(8, {"dp": 4}), (10, {"dp": 4}), (8, {"dp": 2, "tp": 2})], ids=str)
 def test_batch_norm_in_training_with_its_running_buffers(count: int, axes: dict[str, int]) -> None:
     """Statistics are those of the whole batch, also where ranks hold 3, 3, 3 and 1 samples."""

@@ -20,6 +20,7 @@ def assert_alike(how: str, make: Callable[..., nn.Module], *given: str, may_refu
     assert wrong == [] or (wrong is None and may_refuse), wrong
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero=3", "microbatches", "stages=2", "searched"])
 @pytest.mark.parametrize("target", ["activation", "view"])
 def test_activations_that_are_written_to_without_gradients(target: str, plan: str) -> None:

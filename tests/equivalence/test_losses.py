@@ -104,6 +104,7 @@ def test_losses_that_are_sums_over_samples(loss: str, how: str) -> None:
     assert_alike(Net(SUMS[loss]), (X, Y, WEIGHTS), how)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("loss", ["counted mean", "unlike terms"])
 @both("tp", "zero3", "searched")
 def test_losses_in_other_plans(loss: str, how: str) -> None:
@@ -231,6 +232,7 @@ def test_rows_that_a_mask_leaves_in_microbatches(loss: str, how: str) -> None:
     assert_alike(Tokens(ROWS[loss]), (IDS, LABELS, MASK, TARGETS), how)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("loss", ["index", "mse", "select", "sum"])
 @both("dp", "microbatches")
 def test_a_mask_that_leaves_nothing(loss: str, how: str) -> None:
@@ -358,6 +360,7 @@ class Fourier(nn.Module):
         return F.mse_loss(torch.fft.irfft(out, n=x.shape[-1]), y)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", ["slice", "twice", "select"])
 @both("dp", "tp", "microbatches")
 def test_writing_into_complex_tensors(form: str, how: str) -> None:

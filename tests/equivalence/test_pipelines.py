@@ -20,6 +20,7 @@ SAMPLE = {
 CASES = [(model, *case.split()) for model, cases in SAMPLE.items() for case in cases]
 
 
+@pytest.mark.sampled
 @pytest.mark.ranks
 @pytest.mark.parametrize(("model_name", "plan_name", "schedule"), CASES)
 def test_pipeline_equals_model(model_name: str, plan_name: str, schedule: str) -> None:

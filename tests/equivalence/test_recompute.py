@@ -54,6 +54,7 @@ def single(model_name: str) -> Any:
     return run_single(*zoo.build(model_name), ("sgd",))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("model_name", "choice", "recompute", "microbatches"), CASES)
 def test_recomputed_program_equals_model(model_name: str, choice: str, recompute: str, microbatches: int) -> None:
     model, batch = zoo.build(model_name)
@@ -134,6 +135,7 @@ def test_exact_mode_draws_what_one_device_draws(name: str, choices: dict[str, An
 SCHEDULES = [("gpipe", 1, 2), ("1f1b", 2, 4)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("schedule", "dp", "world"), SCHEDULES)
 @pytest.mark.parametrize("model_name", ["gpt", "llama"])
 def test_stages_compute_operators_again(model_name: str, schedule: str, dp: int, world: int) -> None:
@@ -201,6 +203,7 @@ class Chain(nn.Module):
         return self.head(x).square().mean()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("choices", [{"dp": 2}, {"dp": 2, "zero": 3}, {"tp": 2}], ids=["dp", "zero3", "tp"])
 def test_any_operators_run_again(choices: dict[str, Any], seed: int) -> None:
@@ -251,6 +254,7 @@ class Net(nn.Module):
         return self.head(x).square().mean()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("recompute", "num_calls"),
     [

@@ -33,6 +33,7 @@ def rules_of(case: Case) -> tuple[AxisRule, list[AxisRule]]:
     return exchange, rules
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", range(len(CASES)))
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 2)])
 def test_an_exchange_goes_with_every_other_split(number: int, sizes: tuple[int, int]) -> None:
@@ -43,6 +44,7 @@ def test_an_exchange_goes_with_every_other_split(number: int, sizes: tuple[int, 
             assert check(case, pair, sizes) is None, (pair, sizes)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("chosen", [[0, 0], [0, 1], [3, 3], [5, 2]], ids=str)
 @pytest.mark.parametrize("chunks", [1, 3, 8])
 def test_any_routing_computes_the_same(chosen: list[int], chunks: int) -> None:

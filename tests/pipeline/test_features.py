@@ -226,6 +226,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("row", "column"), CELLS)
 def test_it_works(row: str, column: str) -> None:
     COLUMNS[column](ROWS[row])

@@ -79,6 +79,7 @@ def timeline(name: str, plan: Plan) -> Timeline:
     return simulate(part, plan, load_profile("a100"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "microbatches"), [("1+3", 1), *((name, 2) for name in SHAPES)])
 def test_plans_of_unequal_stages_are_well_typed_kept_in_files_and_simulated(name: str, microbatches: int) -> None:
     plan = staged(name, microbatches)

@@ -58,6 +58,7 @@ def goes_on(folder: Path) -> None:
     assert len(names(folder)) == 2 and names(folder)[-1] == "step_00000004"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["killed", "power", "names", "full"])
 @pytest.mark.parametrize("step", [3, 2])
 def test_at_every_call_the_last_or_the_one_before_is_whole(how: str, step: int, two: Path, tmp_path: Path) -> None:

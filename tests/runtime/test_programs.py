@@ -81,6 +81,7 @@ def train(
 CASES = [(name, UNEVEN) for name in PLANS] + [(name, Sizes()) for name in ("zero3", "zero1 on 4", "dp2 tp2")]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=lambda value: getattr(value, "vocab", value))
 def test_program_equals_one_device(rank_pool: Callable[[int], RankPool], name: str, sizes: Sizes) -> None:
     plan = PLANS[name]

@@ -353,6 +353,7 @@ def started(number: int, world: int, text: str, model: nn.Module, held: int) -> 
     return rank.full_state_dict()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("held", [0, 1 << 20], ids=["one tensor at a time", "all"])
 @pytest.mark.parametrize("plan", ["zero3", "stages"])
 @pytest.mark.parametrize("make", [qwen, Plain])

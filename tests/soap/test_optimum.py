@@ -21,6 +21,7 @@ NOTHING_KNOWN = 1 << 60
 CASES = [*((seed, count) for count in (2, 3, 4) for seed in range(3)), (0, 5), (2, 5), (3, 5)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("seed", "count"), CASES)
 def test_the_best_of_all_plans_is_found(seed: int, count: int) -> None:
     graph = drawn_graph(seed, count)

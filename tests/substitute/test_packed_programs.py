@@ -77,6 +77,7 @@ def test_on_one_device(name: str, how: str) -> None:
     assert gradients.keys() == {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
 
 
+@pytest.mark.sampled
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "how", "plan_name"),
@@ -106,6 +107,7 @@ def there_and_back(rank: int, world: int, source: str, state: Tensors, broadcast
     return built.full_state_dict()
 
 
+@pytest.mark.sampled
 @pytest.mark.ranks
 @pytest.mark.parametrize(("plan_name", "broadcast"), [("zero3_tp", True), ("stages", True), ("stages", False)])
 def test_state_goes_in_and_comes_out_as_it_is(plan_name: str, broadcast: bool) -> None:

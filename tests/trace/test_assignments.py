@@ -86,6 +86,7 @@ def batch() -> dict[str, Tensor]:
 ASSIGNED = [_mean, _twice, _swapped, _other_parameter, _registered, _past_attributes]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("depth", [2, 6])
 @pytest.mark.parametrize("assign", ASSIGNED, ids=lambda f: f.__name__.strip("_"))
 def test_what_is_assigned_is_what_the_buffer_becomes(assign: Assign, depth: int) -> None:
@@ -97,6 +98,7 @@ def test_without_values_too_where_no_comparison_with_the_model_would_see_it() ->
     assert graph.mutations.keys() == {"last", "layers.0.state", "layers.1.state"}
 
 
+@pytest.mark.sampled
 @pytest.mark.sweep
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero=3", "recompute", "pp=2"])
 @pytest.mark.parametrize("assign", ASSIGNED, ids=lambda f: f.__name__.strip("_"))

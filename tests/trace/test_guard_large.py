@@ -274,6 +274,7 @@ def _left(model: Model) -> Any:
     return hooks, modules, places, drawn, len(SEEN), {name: x.tolist() for name, x in model.state_dict().items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["whole", "cut", "in part", "fails"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_comparison_leaves_no_trace(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -339,6 +339,7 @@ def _model(function: Callable[[Any, Tensor], Tensor], device: str) -> tuple[nn.M
     return Held(function).to(device), torch.ones(3, 4, device=device)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("name", CHANGING)
 def test_what_changes_is_named_with_the_line_that_it_changes(name: str, device: str) -> None:
@@ -455,6 +456,7 @@ UNCHANGED = [_cached_length, _cached_table, _logged, _timed, _dated, _kept, _alr
              _mask, _of_shapes, _of_the_frozen, _shown]  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("function", UNCHANGED)
 def test_what_changes_without_effect_is_traced(function: Callable[[Any, Tensor], Tensor], device: str) -> None:
