@@ -7,21 +7,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.contexts import for_sequences
+from autopar.cost.exchanges import placed_experts, priced_tables
 from autopar.errors import AutoparError, InfeasibleError
-from autopar.expert_parallel import check_alone, check_experts, expert_axes
+from autopar.expert_parallel import ADAPTIVE, check_adaptive, check_alone, check_experts, expert_axes
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
-from autopar.microbatch import batch_types, check_plan
+from autopar.microbatch import batch_types, check_plan, divided_graph
 from autopar.odds import with_odds
 from autopar.planning import Place, divided, fit_or_refuse_over
 from autopar.profiler import load_profile, profiles_of
 from autopar.request import BUDGETS, Request, memory_limit_of
-from autopar.rewrites import in_chunks
+from autopar.rewrites import any_way, by_load, in_chunks
 from autopar.shares import SharedBatch
 from autopar.staging import checked_sizes, cut, even_sizes, stages_of_sizes
-from autopar.step import with_simulator
+from autopar.step import simulated_again, with_simulator
 from autopar.template import (
     check_context,
     check_hsdp,
@@ -54,6 +55,10 @@ def template_of_graph(
     graph, told = for_sequences(graph, ring=context == "ring") if cp > 1 else (graph, ())
     graph, in_parts = in_chunks(graph, exchange_chunks)
     told = (*told, *in_parts)
+    given, is_adaptive = graph, exchange == ADAPTIVE and ep > 1
+    if is_adaptive:
+        check_adaptive(exchange_chunks)
+        graph = any_way(graph)
     first_ranks = template_ranks(mesh, pp, chunks, schedule)
     part = divided(graph, find_blocks(graph), microbatches)
     paths = tuple(path for group in part.blocks.paths for path in group)
@@ -89,7 +94,24 @@ def template_of_graph(
         plan = stages.plan(split, sizes)
     else:
         plan = _fitted(Place(part, axes, request, load_profile(mesh.profile)))
+    if is_adaptive:
+        graph, plan = _by_load(given, plan)
     return _checked(replace(plan, substitutions=(*told, *plan.substitutions)), graph)
+
+
+def _by_load(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
+    """A plan whose ranks exchange tokens, and its graph, where the load says how: by tables that are priced for its
+    placements. Raises InfeasibleError where what that takes does not fit."""
+    part = divided_graph(graph, plan.microbatches)
+    graph, steps = by_load(graph, priced_tables(placed_experts(part, plan, profiles_of(plan.mesh))))
+    found = simulated_again(replace(plan, fingerprint=graph.fingerprint, substitutions=steps), graph)
+    if found.predicted.peak_bytes > found.memory_limit:
+        raise InfeasibleError(
+            f"expected at most {found.memory_limit:,} bytes a device, found {found.predicted.peak_bytes:,} with tokens "
+            'exchanged by load; use exchange="flat"',
+            found.predicted.peak_bytes,
+        )
+    return graph, found
 
 
 def _checked(plan: Plan, graph: Graph) -> Plan:

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from autopar.errors import MeshError, PlanError
 from autopar.ir.constraint import Constraint
+from autopar.ir.exchange_table import EXCHANGES, FLAT
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ops.experts import ROUTED_EXPERTS
 
-EXCHANGES = ("flat", "two-level")
-"""How tokens may travel to experts: to each rank at once, or along the ranks of a node first, then across nodes."""
+ADAPTIVE = "adaptive"
+"""As the load of the moment asks for, by a table that the planner prices."""
 
 
 class ExpertAxes(NamedTuple):
@@ -27,8 +28,9 @@ class ExpertAxes(NamedTuple):
 def expert_axes(mesh: Mesh, dp: int, tp: int, cp: int, ep: int, exchange: str) -> ExpertAxes:
     """The axes of `ep` ranks that share the experts: neighbours of dp, or all of dp, and cp or tp or both beside it.
     Raises MeshError where ep is none of these numbers, PlanError where there are no two levels."""
-    if exchange not in EXCHANGES:
-        raise PlanError(f"expected exchange as one of {', '.join(EXCHANGES)}, found {exchange!r}")
+    known = (*EXCHANGES, ADAPTIVE)
+    if exchange not in known:
+        raise PlanError(f"expected exchange as one of {', '.join(known)}, found {exchange!r}")
     if ep == 1:
         return ExpertAxes((("dp", dp),), ())
     if dp % ep == 0:
@@ -45,19 +47,26 @@ def expert_axes(mesh: Mesh, dp: int, tp: int, cp: int, ep: int, exchange: str) -
 
 
 def _of_dp(mesh: Mesh, dp: int, within: int, ep: int, exchange: str) -> ExpertAxes:
-    if exchange == "flat":
-        return ExpertAxes((("dp", dp // ep), ("ep", ep)), ("ep",))
     near = mesh.groups[0].devices_per_node // within
-    if not 1 < near < ep or ep % near:
+    has_levels = 1 < near < ep and ep % near == 0
+    if exchange == FLAT or (exchange == ADAPTIVE and not has_levels):
+        return ExpertAxes((("dp", dp // ep), ("ep", ep)), ("ep",))
+    if not has_levels:
         _check_one_level(exchange, ep, f"are not several nodes of {near} such ranks each")
     return ExpertAxes((("dp", dp // ep), ("ep_nodes", ep // near), ("ep", near)), ("ep_nodes", "ep"))
 
 
 def _check_one_level(exchange: str, ep: int, why: str) -> None:
-    if exchange != "flat":
+    if exchange not in (FLAT, ADAPTIVE):
         raise PlanError(
             f'expected ep={ep} as ranks of several nodes with exchange="{exchange}", but they {why}; use "flat"'
         )
+
+
+def check_adaptive(chunks: int) -> None:
+    """That chunks are left to the load. Raises PlanError."""
+    if chunks != 1:
+        raise PlanError(f'expected exchange_chunks=1 with exchange="{ADAPTIVE}", which says how many, found {chunks}')
 
 
 def check_alone(mesh: Mesh, hsdp: int, ep: int) -> None:

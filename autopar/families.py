@@ -21,10 +21,11 @@ from typing import NamedTuple
 from autopar.clock import is_interrupted
 from autopar.collector import cached_method
 from autopar.errors import AutoparError, InfeasibleError
-from autopar.expert_parallel import EXCHANGES, expert_axes
+from autopar.expert_parallel import expert_axes
 from autopar.interop import block_layers, fold
 from autopar.interop.submeshes import divisors
 from autopar.intraop import SOFT_PENALTY_NS, KeptParameter, Placements, prepare_placements
+from autopar.ir.exchange_table import EXCHANGES
 from autopar.ir.graph import Graph, is_inside
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.outline import Outline

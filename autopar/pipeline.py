@@ -33,7 +33,7 @@ from autopar.odds import with_odds
 from autopar.passes.balance import balance
 from autopar.passes.branch import branch
 from autopar.passes.contexts import contexts
-from autopar.passes.exchange import exchange, experts
+from autopar.passes.exchange import adapt, exchange, experts
 from autopar.passes.fit import fit
 from autopar.passes.keep import keep
 from autopar.passes.kinds import kinds
@@ -68,6 +68,7 @@ PASSES = (
     rewrite,  # the best plan → graphs equal to the model's, to be planned near it                       TASO, Unity
     rings,  # the best plan that splits sequences → keys gathered or passed around, whichever is faster
     exchange,  # the best plan → its tokens sent to experts in chunks, beside these, where it is faster       TUTEL
+    adapt,  # the best plan → its tokens sent as the load of the moment asks for, where loads differ         TUTEL
     branch,  # the best plan → operators side by side, where they are faster
     refine,  # the best plan → what MCMC finds around it                                                    FlexFlow
 )
@@ -180,7 +181,7 @@ def planned_jointly(
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
     """The fastest plan that fits of a traced model as it is. Raises like `parallelize`."""
     budget = replace(request.budget, substitutions=False)
-    passes = [one for one in PASSES if one not in (contexts, exchange)]
+    passes = [one for one in PASSES if one not in (contexts, exchange, adapt)]
     context = Context(replace(request, budget=budget), progress, reporting_passes(progress))
     return search(passes, graph, context)[1]
 
@@ -223,7 +224,9 @@ def template_plan(
     ep: among how many ranks the experts of each layer are split (expert parallelism): a divisor of dp, whose neighbours
     they are, or dp times cp, tp or both. Tokens stay on their ranks; their choices go to the experts and come back, in
     `exchange_chunks` parts (1 to 8) of which one travels while another is computed. exchange: "flat" sends to each rank
-    at once; "two-level" along the ranks of a node first, then across nodes. Over tp, use sequence_parallel.
+    at once; "two-level" along the ranks of a node first, then across nodes; "adaptive" one
+    of both, in as many parts, as a table says that is priced for the plan, by the rows of the busiest rank, which all
+    ranks see when they run. Over tp, use sequence_parallel.
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
     modules around each block's attention operator alone; "selective" for operators that are cheap for the memory that

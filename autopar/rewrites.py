@@ -9,12 +9,14 @@ what that is worth shows only where they are sharded.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.cost.memory import optimizer_of
 from autopar.errors import PlanError
+from autopar.ir.exchange_table import EVERY_WAY, FLAT, MOST_CHUNKS, ExchangeTable, ExchangeWay
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Substitution
 from autopar.ir.routing import Routing
@@ -137,6 +139,25 @@ def in_chunks(graph: Graph, chunks: int) -> tuple[Graph, tuple[Substitution, ...
     return exchanges.in_chunks(graph, names, chunks), (step,)
 
 
+def any_way(graph: Graph) -> Graph:
+    """The graph whose tokens are exchanged flat, in memory that does for every way."""
+    table = ExchangeTable((ExchangeWay(0, FLAT, 1), ExchangeWay(EVERY_WAY, FLAT, MOST_CHUNKS)))
+    return exchanges.by_load(graph, exchanges.routed(graph), table.text)
+
+
+def by_load(graph: Graph, tables: Mapping[str, ExchangeTable]) -> tuple[Graph, tuple[Substitution, ...]]:
+    """The graph whose tokens are exchanged by load, each operator's (by name) by its table, and the substitutions that
+    make it: one for all of a table."""
+    steps = []
+    for table in dict.fromkeys(tables.values()):
+        names = tuple(name for name, own in tables.items() if own == table)
+        modules = tuple(graph.node_by_name[name].scope.module for name in names)
+        binding = {"table": table.text}
+        steps.append(Substitution(exchanges.LOAD_RULE, exchanges.LOAD_STATEMENT, "proved", "", modules, names, binding))
+        graph = exchanges.by_load(graph, names, table.text)
+    return graph, tuple(steps)
+
+
 def graph_of(plan: Plan, graph: Graph) -> Graph:
     """The graph that a plan is for: a model's traced graph with the plan's routing, after its substitutions. Raises
     PlanError."""
@@ -158,7 +179,7 @@ def _replayed(graph: Graph, steps: tuple[Substitution, ...]) -> Graph:
     told = {
         RULE: without_masks, sequences.RULE: sequences.with_sequences, sequences.RING_RULE: sequences.with_rings,
         sequences.GATHER_RULE: sequences.with_gathers,
-        exchanges.RULE: exchanges.in_chunks,
+        exchanges.RULE: exchanges.in_chunks, exchanges.LOAD_RULE: exchanges.by_load,
     }  # fmt: skip
     for step in steps:
         if step.rule in told:

@@ -10,7 +10,7 @@ from autopar.ir.plan import Plan
 from autopar.microbatch import divided_graph
 from autopar.profiler import profiles_of
 from autopar.quantiles import with_p99
-from autopar.simulate import Timeline, predict, simulate
+from autopar.simulate import Timeline, predict, simulate, traffic, traffic_by_submesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +34,15 @@ def predicted_again(plan: Plan) -> Plan:
     told = replace(predict(plan.timeline()), comm_bytes=plan.predicted.comm_bytes)  # type: ignore[arg-type] # its own
     plan = replace(plan, predicted=told)
     return with_p99(plan, plan.simulator.graph) if isinstance(plan.simulator, StepSimulator) else plan
+
+
+def simulated_again(plan: Plan, graph: Graph) -> Plan:
+    """A plan of the graph, of a whole batch, predicted as it runs, with the exact bytes that it sends; of several
+    stages, those of the submesh that sends most."""
+    timeline = simulated_step(graph, plan)
+    sent = [traffic(graph, plan)] if len(plan.stages) == 1 else traffic_by_submesh(graph, plan, timeline)
+    most = max(sent, key=lambda counts: sum(counts.values()))
+    return replace(plan, predicted=replace(predict(timeline), comm_bytes=most))
 
 
 @faults_told()

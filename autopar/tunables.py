@@ -62,6 +62,9 @@ Halved or doubled, it begins a step below or above, and climbs as far."""
 MOST_CHUNKS = 16
 """Stages a submesh in turn, up to which those that make rounds shorter are looked at: an estimate each, no solve. More
 make the bubble smaller, and messages and what is simulated more."""
+EXCHANGE_GAIN = 0.01
+"""Of what a layer of experts takes, by which another way to exchange its tokens must be cheaper to be a row of its
+table. Doubled, tables have fewer rows; at 0, they change between ways that a profile cannot tell apart."""
 LAYER_STEPS = 20
 """Of the mean of layers, by which they are told apart where they are shared out to chunks. More finds borders for ways
 that differ by less; half as many may share out a layer more to the stage that is the busiest."""

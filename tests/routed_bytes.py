@@ -12,10 +12,11 @@ from unittest import mock
 
 from torch import Tensor, nn
 
+from autopar.ir.exchange_table import FLAT, ExchangeTable
 from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Axis, Placement, S, local_shape
 from autopar.ir.plan import Plan
-from autopar.ops.experts import ROUTED_EXPERTS
+from autopar.ops.experts import ROUTED_EXPERTS, table_of
 from autopar.simulate import traffic
 from tests.ops.shards import deal
 from tests.trace.interpret import run_graph
@@ -33,9 +34,10 @@ class Bytes(NamedTuple):
 
 def exchanged_bytes(
     ids: dict[Coordinate, Tensor], num_experts: int, axes: Sequence[Axis], x: Placement, up: Placement,
-    row_bytes: tuple[int, int],
+    row_bytes: tuple[int, int], table: ExchangeTable | None = None,
 ) -> Bytes:  # fmt: skip
-    """Of the first rank. ids: of each rank's tokens; row_bytes: of a token, and of what comes back of it."""
+    """Of the first rank. ids: of each rank's tokens; row_bytes: of a token, and of what comes back of it; table: how
+    they are exchanged by load."""
     over = [a for a in reversed(range(len(axes))) if x[a] == S(0) == up[a] and axes[a].size > 1]
     if not over:
         return Bytes(0, 0)
@@ -51,6 +53,9 @@ def exchanged_bytes(
                 for rank in lying
             }
         held.append(len(lying[first]))
+    if table is not None:
+        most = max(len(own) for rank, own in lying.items() if not any(i for a, i in enumerate(rank) if a not in over))
+        held = [held[0], held[-1]] if table.at(most).how == FLAT else held
     there, back = sum(held[:-1]), sum(held[1:])
     return Bytes(there * row_bytes[0] + back * row_bytes[1], there * row_bytes[1] + back * row_bytes[0])
 
@@ -115,7 +120,13 @@ def _of_node(part: Graph, node: Node, stage: Any, ids: Tensor) -> tuple[Fraction
     sizes = tuple(axis.size for axis in axes)
     found = [
         exchanged_bytes(
-            deal(own, operands[1], sizes), node.args[7], axes, operands[0], operands[3], (row_bytes[0], row_bytes[1])
+            deal(own, operands[1], sizes),
+            node.args[7],
+            axes,
+            operands[0],
+            operands[3],
+            (row_bytes[0], row_bytes[1]),
+            table_of(node),
         )
         for own in (ids.chunk(stage.microbatches) if shapes[1] != ids.shape else [ids] * stage.microbatches)
     ]

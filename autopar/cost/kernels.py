@@ -30,7 +30,16 @@ from typing import NamedTuple
 
 from autopar.cost.tables import Table
 from autopar.ops.table import operator
-from autopar.ops.work import EXPERTS, GROUPED, TRANSPOSED_CONVOLUTION, Product, WorkKey, attended, routed, routed_rows
+from autopar.ops.work import (
+    EXPERTS,
+    GROUPED,
+    TRANSPOSED_CONVOLUTION,
+    Product,
+    WorkKey,
+    attended,
+    routed_chunks,
+    routed_rows,
+)
 
 
 class Kernel(NamedTuple):
@@ -151,7 +160,7 @@ def _experts(call: WorkKey) -> list[tuple[int, float, int, int]]:
     """
     kind, shapes = operator(call.op).work, call.operand_shapes
     if kind is EXPERTS:
-        chunks = routed(call.detail).chunks
+        chunks = routed_chunks(call)
         rows = routed_rows(call) / max(1, shapes[3][0]) / chunks
         return [(shape[0] * chunks, rows, math.prod(shape[2:]), shape[1]) for shape in shapes[3:5]]
     if kind is GROUPED and len(shapes[0]) == 2 and len(shapes[1]) == 3:

@@ -27,6 +27,7 @@ from autopar.ir.structure import block_paths
 from autopar.microbatch import on_microbatch_axis
 from autopar.ops import defining_module
 from autopar.ops.ahead import ToldAhead
+from autopar.ops.experts import joined_axes
 from autopar.ops.table import LOWERED
 
 _HEADER = '''"""{model} on {mesh} as {axes}. Emitted by autopar; every statement names the line it comes from.
@@ -169,6 +170,8 @@ def _declarations(what: _Written) -> list[str]:
     """What the runtime must know of the program before it builds it."""
     real = {axis.name: axis.size for axis in what.stage.axes if axis.name != MICROBATCH}
     lines = [f"{INDENT}AXES = {real!r}", f"{INDENT}MICROBATCHES = {what.stage.microbatches}"]
+    if joined := joined_axes(what.graph, what.stage.nodes, what.stage.axes):
+        lines.append(f"{INDENT}JOINED = {joined!r}")
     shares = {axis.name: axis.shares for axis in what.stage.axes if axis.shares}
     lines += [f"{INDENT}SHARES = {shares!r}"] if shares else []
     if values := unsaved_text(what.graph):

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost import Profile, beside_compute_ns, collective_time_ns, node_time_ns
+from autopar.cost import Profile, collective_time_ns, node_time_ns
 from autopar.cost.compute import pointwise_time_ns
+from autopar.cost.inside import inner_time_ns
 from autopar.cost.memory import optimizer_state_bytes, saved_values, storage_root
 from autopar.cost.routes import UNREACHABLE, Routes, routes
 from autopar.intraop.recomputed import RecomputedShares
@@ -25,7 +26,6 @@ from autopar.ir.redistribution import Step
 from autopar.ir.structure import folded_tensors
 from autopar.ops import call_key
 from autopar.ops.communication import inner_communication, worked_shapes
-from autopar.ops.inner import Inner
 from autopar.ops.saved import Extra, Saved
 from autopar.selection.problem import NO_PATH_NS
 
@@ -139,17 +139,10 @@ class ProfiledCosts:
         """What the operator communicates inside, forward and backward, beyond what it computes beside that."""
         sent = inner_communication(self.graph, node, strategy.operands, self.axes, self.train)
         forward, backward = (
-            sum(self._one_inner_ns(inner, compute_ns) for inner in direction)
+            sum(inner_time_ns(inner, compute_ns, self.axes, self.devices_per_node, self.profile) for inner in direction)
             for direction, compute_ns in zip(sent, computes_ns, strict=True)
         )
         return forward, backward
-
-    def _one_inner_ns(self, inner: Inner, compute_ns: int) -> int:
-        kind, size, axis = inner.collective, inner.priced_bytes, self.axes[inner.axis]
-        if inner.is_beside:
-            share = inner.beside_share
-            return beside_compute_ns(kind, size, compute_ns, axis, self.devices_per_node, self.profile, share)
-        return collective_time_ns(kind, size, axis, self.devices_per_node, self.profile)
 
     def saved_bytes(self, node: Node, strategies: Strategies) -> list[int]:
         """What autograd keeps of operands and results; each storage counts at the first node that saves it."""

@@ -26,6 +26,8 @@ IDENTITY = "aten.alias.default"
 
 #: the argument that says how tokens are expected to choose experts
 EXPECTED = "routing"
+#: the argument that says how they exchange tokens by load
+BY_LOAD = "exchange"
 
 
 class Ref(NamedTuple):

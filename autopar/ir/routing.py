@@ -30,6 +30,9 @@ EVERY_LAYER = ""
 P99 = "@p99"
 """Behind a routing's text: every load is taken at its 99th percentile, in time, too."""
 
+ROWS = "@rows:"
+"""Behind a routing's text: every load is of so many rows on the busiest rank; what a price at a load is asked by."""
+
 _LARGEST_EXPONENT = 16.0
 _FORMS = '"balanced", "power_law:1.2" or a file that `autopar profile --routing` wrote'
 
@@ -38,20 +41,22 @@ _FORMS = '"balanced", "power_law:1.2" or a file that `autopar profile --routing`
 class Routing:
     """How tokens choose experts: `Routing.balanced()`, `Routing.power_law(1.2)` or `Routing.histogram(counts)`.
 
-    counts: (module path, counts by expert) a layer; the path "" stands for every layer. at_p99: see `P99`.
+    counts: (module path, counts by expert) a layer; the path "" stands for every layer. at_p99, rows: see `P99` and
+    `ROWS`.
     """
 
     kind: str = BALANCED
     exponent: float = 0.0
     counts: tuple[tuple[str, tuple[float, ...]], ...] = ()
     at_p99: bool = False
+    rows: int = 0
 
     def __hash__(self) -> int:
         return self._hash  # of a thousand counts that takes long, and loads are remembered by it
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.kind, self.exponent, self.counts, self.at_p99))
+        return hash((self.kind, self.exponent, self.counts, self.at_p99, self.rows))
 
     @staticmethod
     def balanced() -> Routing:
@@ -111,7 +116,7 @@ class Routing:
     def text(self) -> str:
         """One line that `parse` reads again; what an operator of the graph says of its routing."""
         options = {POWER_LAW: f":{self.exponent!r}", HISTOGRAM: f":{json.dumps(self.layers)}"}
-        return f"{self.kind}{options.get(self.kind, '')}{P99 * self.at_p99}"
+        return f"{self.kind}{options.get(self.kind, '')}{P99 * self.at_p99}{f'{ROWS}{self.rows}' if self.rows else ''}"
 
     @staticmethod
     def parse(text: str) -> Routing:
@@ -178,10 +183,13 @@ def _number(value: Any) -> float:
 
 @lru_cache(maxsize=64)
 def _parsed(text: str) -> Routing:
-    own = text.removesuffix(P99)
+    told, _, rows = text.partition(ROWS)
+    own = told.removesuffix(P99)
     kind, _, rest = own.partition(":")
     made = None
     try:
+        if rows and not rows.isdecimal():
+            raise ValueError(f"{rows!r} rows")
         if own == BALANCED or not own:
             made = Routing.balanced()
         elif kind == POWER_LAW:
@@ -194,4 +202,4 @@ def _parsed(text: str) -> Routing:
         raise PlanError(f"expected {_FORMS}, found {reading.short(text)!r}: {error}") from error
     if made is None:
         raise PlanError(f"expected {_FORMS}, found {reading.short(text)!r}")
-    return Routing(made.kind, made.exponent, made.counts, own != text)
+    return Routing(made.kind, made.exponent, made.counts, own != told, int(rows or 0))

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from autopar.errors import PlanError
-from autopar.ir.graph import EXPECTED, Graph, Node
+from autopar.ir.exchange_table import FLAT, ExchangeTable
+from autopar.ir.graph import BY_LOAD, EXPECTED, Graph, Node
 from autopar.ir.placement import Axis, Placement, R, S, Shape, local_shape
+from autopar.ir.plan import NodePlan
 from autopar.ir.routing import BALANCED, HISTOGRAM, Routing
 from autopar.ops import saved, work
 from autopar.ops.call import Call, argument
@@ -37,26 +39,26 @@ from autopar.runtime.lowering.activations import activated
 ROUTED_EXPERTS = "autopar.routed_experts.default"
 POSITIONS = "expert_positions"
 """What a constant is named that says where each expert is placed."""
-MOST_CHUNKS = 8
-"""In which tokens are exchanged: more are not worth their starts."""
 
 _LIBRARY: Any = torch.library.Library("autopar", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "routed_experts(Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor down, str activation, bool gated, "
     "int num_experts, Tensor? up_bias=None, Tensor? down_bias=None, *, bool paired=False, int chunks=1, "
-    "str routing='') -> Tensor"
+    "str exchange='', str routing='') -> Tensor"
 )
 
 
 def _routed_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor,
     activation: str, gated: bool, num_experts: int, up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None, *, paired: bool = False, chunks: int = 1, routing: str = "",
+    down_bias: torch.Tensor | None = None, *, paired: bool = False, chunks: int = 1, exchange: str = "",
+    routing: str = "",
 ) -> torch.Tensor:  # fmt: skip
     """The formula above, a matrix for each token and choice: simple, and large; programs call the runtime's. Numbers
     that are no expert's add nothing.
 
-    routing: how tokens are expected to choose, as `Routing.text` has it; what is computed does not depend on it.
+    chunks, exchange: how ranks exchange tokens, the same at any load, or by it (`ExchangeTable.text`). routing: how
+    tokens are expected to choose, as `Routing.text` has it. What is computed depends on none of them.
     """
     is_expert, ids = ids < num_experts, ids.clamp(max=num_experts - 1)
     hidden = torch.einsum("td,tkdn->tkn", x, up.flatten(2)[ids])
@@ -105,6 +107,9 @@ def _exchange(call: Call) -> list[AxisRule]:
 # Exchanges ----------------------------------------
 
 
+Names = tuple[str, ...]
+
+
 class Exchanged(NamedTuple):
     """Rows, one for each choice of a token: those that a rank sends to the experts, that come to the busiest rank in
     the mean, and that come to it at the 99th percentile."""
@@ -125,6 +130,40 @@ def exchanged_over(operands: tuple[Placement, ...]) -> list[int]:
     return [axis for axis in split_by(operands[3], lambda type_: type_ == S(0)) if operands[0][axis] == S(0)]
 
 
+def table_of(node: Node) -> ExchangeTable | None:
+    """How an operator exchanges tokens by load, where it does. Raises PlanError."""
+    text = dict(node.kwargs).get(BY_LOAD, "")
+    return ExchangeTable.parse(text) if text else None
+
+
+def _sent_over(operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> list[int]:
+    """The axes, by position, over which something is sent."""
+    return [position for position in exchanged_over(operands) if axes[position].size > 1]
+
+
+def are_neighbours(axes: Sequence[Axis]) -> bool:
+    """Whether the ranks of several axes, the outer one first, follow each other as those of one would."""
+    return all(outer.stride == inner.stride * inner.size for outer, inner in itertools.pairwise(axes))
+
+
+def joined_axes(graph: Graph, placements: Mapping[str, NodePlan], axes: tuple[Axis, ...]) -> tuple[Names, ...]:
+    """The names of the axes over which operators may exchange as over one."""
+    found = dict[Names, None]()
+    for node in graph.nodes:
+        if node.op == ROUTED_EXPERTS and table_of(node) is not None:
+            over = _sent_over(placements[node.name].operands, axes)
+            found.update({tuple(axes[position].name for position in over): None} if len(over) > 1 else {})
+    return tuple(found)
+
+
+def _table_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
+    """By load, ranks of several axes talk as those of one."""
+    over = [axes[position] for position in _sent_over(operands, axes)]
+    if table_of(call.node) is None or are_neighbours(over):
+        return None
+    return f"tokens are exchanged by load over axes {', '.join(axis.name for axis in over)}, which are not neighbours"
+
+
 def _split_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
     """Experts are parameters, cut evenly."""
     over = [axes[position] for position in split_by(operands[3], lambda type_: type_ == S(0))]
@@ -134,26 +173,48 @@ def _split_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, 
 
 def _inside(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> Sent:
     """Counts; then rows to the experts and back, over each axis, in chunks; their gradients the same ways."""
-    over = [position for position in exchanged_over(operands) if axes[position].size > 1]
+    over = _sent_over(operands, axes)
     if not over:
         return [], []
+    table, rows = table_of(call.node), _rows(call, operands, axes)
+    legs: list[tuple[int, ...]] = [(axis,) for axis in reversed(over)]
     chunks = int(call.arguments["chunks"])
-    rows = _rows(call, operands, axes)
+    if table is not None:
+        _, how, chunks = table.at(rows.mean)
+        legs = [tuple(over)] if how == FLAT else legs
     (_, width), result = (local_shape(shape, types, axes) for shape, types in _ends(call, operands))
-    numbers = _counted(call, operands, axes) * chunks * 8
-    counts = [Inner("all_to_all", axis, numbers) for axis in reversed(over)]
-    there = [_legs(rows, width * call.tensor(0).itemsize, axis, chunks) for axis in reversed(over)]
-    back = [_legs(rows, result[1] * _made_itemsize(call), axis, chunks) for axis in over]
+    busiest_rows = _busiest_by_leg(rows, legs, axes)
+    there, back = (
+        [_leg(rows.sent, most, size, leg, chunks) for leg, most in zip(legs, busiest_rows, strict=True)]
+        for size in (width * call.tensor(0).itemsize, result[1] * _made_itemsize(call))
+    )
+    back.reverse()
     moved = [leg for legs in (*there[:-1], _beside(there[-1], back[0]), *back[1:]) for leg in legs]
-    return [*counts, *moved], moved
+    return [*_counts(_counted(call, operands, axes) * 8, over, axes, chunks, table), *moved], moved
 
 
-def _legs(rows: Exchanged, row_bytes: int, axis: int, chunks: int) -> list[Inner]:
+def _counts(
+    numbers: int, over: list[int], axes: tuple[Axis, ...], chunks: int, table: ExchangeTable | None
+) -> list[Inner]:
+    """How many rows there are of each expert and chunk, of so many bytes a chunk: along each axis; by load, all ranks
+    are told those of all."""
+    if table is None:
+        return [Inner("all_to_all", axis, numbers * chunks) for axis in reversed(over)]
+    ranks = math.prod(axes[axis].size for axis in over)
+    return [Inner("all_gather", over[0], numbers * table.chunks * ranks, also=tuple(over[1:]))]
+
+
+def _busiest_by_leg(rows: Exchanged, legs: Sequence[tuple[int, ...]], axes: tuple[Axis, ...]) -> list[int]:
+    """Rows of the busiest rank after each leg: where others follow, the rows for a busy rank are still on all the ranks
+    that these start from."""
+    ahead = [math.prod(axes[axis].size for leg in legs[number + 1 :] for axis in leg) for number in range(len(legs))]
+    return [rows.sent + -(-max(0, rows.mean - rows.sent) // count) for count in ahead]
+
+
+def _leg(sent: int, most: int, row_bytes: int, leg: tuple[int, ...], chunks: int) -> list[Inner]:
     """One exchange a chunk."""
-    return [
-        Inner("exchange", axis, -(-rows.sent // chunks) * row_bytes, -(-rows.mean // chunks) * row_bytes)
-        for _ in range(chunks)
-    ]
+    own, busiest_own = (-(-rows // chunks) * row_bytes for rows in (sent, most))
+    return [Inner("exchange", leg[0], own, busiest_own, also=leg[1:]) for _ in range(chunks)]
 
 
 def _beside(there: list[Inner], back: list[Inner]) -> list[Inner]:
@@ -219,7 +280,9 @@ def _memory(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> Runtim
     rows = exchanged_rows(tokens, choices, experts, ranks, dict(node.kwargs).get(EXPECTED, ""))
     hidden, gated = math.prod(up[2:]), down[1]
     steps = 2 + str(node.args[5]).count("=")
-    numbers = 8 * (6 * rows.most + 8 * rows.sent)
+    table = table_of(node)
+    told = 3 * ranks * experts * (table.chunks if table else 0)  # the counts of all ranks, by expert and chunk
+    numbers = 8 * (6 * rows.most + 8 * rows.sent + told)
     arrived = rows.most * (width + hidden + steps * gated) * sizes.itemsize
     home = rows.sent * (down[2] + 1) * sizes.itemsize
     passing = (rows.most * (2 * max(width, down[2]) + hidden) + 3 * rows.sent * max(width, down[2])) * sizes.itemsize
@@ -241,9 +304,20 @@ def _local(local: LocalCall) -> str:
     named = {name: local.variable(name) for name in ("up_bias", "down_bias") if local.call.has_tensor(name)}
     named |= {"paired": "True"} if arguments["paired"] else {}
     named |= {"exchanged": tuple_of(exchanged)} if exchanged else {}
-    named |= {"chunks": str(arguments["chunks"])} if exchanged and arguments["chunks"] > 1 else {}
+    named |= _told_exchange(local, exchanged)
     options = [f"{name}={value}" for name, value in named.items()]
     return f"rt.routed_experts({', '.join([*local.names[:5], *told, tuple_of(axes), *options])})"
+
+
+def _told_exchange(local: LocalCall, exchanged: Sequence[str]) -> dict[str, str]:
+    """How the function exchanges over axes of these names."""
+    table, chunks = table_of(local.call.node), local.call.arguments["chunks"]
+    if not exchanged or (table is None and chunks == 1):
+        return {}
+    if table is None:
+        return {"chunks": str(chunks)}
+    joint = f"self.mesh.joined({', '.join(map(repr, exchanged))})" if len(exchanged) > 1 else exchanged[0]
+    return {"by_load": f"rt.LoadTable({tuple(map(tuple, table.ways))!r}, {joint})"}
 
 
 # How tokens choose experts ----------------------------------------
@@ -308,8 +382,8 @@ def _grouped_mm_local(local: LocalCall) -> str:
 
 EXPERTS: dict[str, Operator] = {
     ROUTED_EXPERTS: Operator(
-        routed_experts, work=work.EXPERTS, saved=saved.routed_experts, lowered=_memory, limits=(_split_error,),
-        inside=_inside, local=_local, needs_elements=True, worked=worked_shapes,
+        routed_experts, work=work.EXPERTS, saved=saved.routed_experts, lowered=_memory,
+        limits=(_split_error, _table_error), inside=_inside, local=_local, needs_elements=True, worked=worked_shapes,
     ),
     "transformers.grouped_mm_fallback.default": Operator(
         work=work.GROUPED, saved=saved.matrices, local=_grouped_mm_local

@@ -6,6 +6,7 @@ with uneven parts, what it sends).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ class Inner(NamedTuple):
 
     is_early: it starts at the top of forward, long before the operator that awaits it, and stops no rank. is_beside: it
     is under way in as many messages as the axis has steps, while the operator computes on what came before; or at once,
-    while it computes such a share of all.
+    while it computes such a share of all. also: further axes, by position, whose ranks take part in the same group.
     """
 
     collective: str
@@ -28,6 +29,15 @@ class Inner(NamedTuple):
     is_early: bool = False
     is_beside: bool = False
     beside_share: float = 0.0
+    also: tuple[int, ...] = ()
+
+    def along(self, axes: tuple[Axis, ...]) -> Axis:
+        """The axis, or all of them as one, where they are several: neighbours, the outer one first."""
+        if not self.also:
+            return axes[self.axis]
+        several = [axes[position] for position in (self.axis, *self.also)]
+        name, size = "+".join(axis.name for axis in several), math.prod(axis.size for axis in several)
+        return Axis(name, size, several[-1].stride)
 
     @property
     def priced_bytes(self) -> int:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from autopar.ir.graph import EXPECTED, Node
+from autopar.ir.exchange_table import ExchangeTable
+from autopar.ir.graph import BY_LOAD, EXPECTED, Node
 from autopar.ir.placement import Shape
 from autopar.ir.routing import Routing
 from autopar.ops.call import argument, base_name
@@ -378,42 +379,52 @@ def _experts_flops(call: WorkKey) -> int:
 def routed_rows(call: WorkKey) -> float:
     """Rows (a token's choice each) of the rank with the most of them, in the mean: the others wait for it."""
     (tokens, choices), held = call.operand_shapes[1], call.operand_shapes[3][0]
-    num_experts, _, routing = routed(call.detail)
+    num_experts, routing = routed(call.detail).num_experts, routed(call.detail).routing
     num_experts = num_experts or held
     return busiest(routing, tokens, choices, num_experts, -(-num_experts // max(1, held))).mean
 
 
 class RoutedDetail(NamedTuple):
     """What the cost of routed experts depends on beside shapes. num_experts: 0 where it is not said; chunks: in which
-    their rows come; how tokens choose them."""
+    their rows come, unless that depends on the load; how tokens choose them."""
 
     num_experts: int
     chunks: int
     routing: Routing
+    by_load: ExchangeTable | None
 
 
 @lru_cache(maxsize=64)
 def routed(detail: str) -> RoutedDetail:
     """What `_num_experts` says, read."""
     numbers, _, routing = detail.partition(" ")
-    number, _, chunks = numbers.partition("/")
-    return RoutedDetail(int(number or 0), int(chunks or 1), Routing.parse(routing))
+    number, chunks, table = (*numbers.split("/"), "", "")[:3]
+    by_load = ExchangeTable.parse(table) if table else None
+    return RoutedDetail(int(number or 0), int(chunks or 1), Routing.parse(routing), by_load)
+
+
+def routed_chunks(call: WorkKey) -> int:
+    """In how many chunks rows come, at the load that they are counted by."""
+    detail = routed(call.detail)
+    return detail.chunks if detail.by_load is None else detail.by_load.at(math.ceil(routed_rows(call))).chunks
 
 
 def _experts_moved(call: WorkKey) -> int:
     """The experts' parameters are read for each chunk of rows."""
-    return _all_bytes(call) + (routed(call.detail).chunks - 1) * sum(call.operand_bytes[3:])
+    return _all_bytes(call) + (routed_chunks(call) - 1) * sum(call.operand_bytes[3:])
 
 
 def _experts_gradient(call: WorkKey) -> Work:
     """Two products for each of the forward's, group by group, chunk by chunk."""
-    products = 4 * call.operand_shapes[3][0] * routed(call.detail).chunks
+    products = 4 * call.operand_shapes[3][0] * routed_chunks(call)
     return Work(2 * _experts_flops(call), 2 * _experts_moved(call), products)
 
 
 def _num_experts(node: Node) -> str:
     given, chunks = dict(node.kwargs), int(dict(node.kwargs).get("chunks", 1))
-    number = f"{int(argument(node, 7, 'num_experts', 0))}{f'/{chunks}' if chunks > 1 else ''}"
+    table = given.get(BY_LOAD, "")
+    number = f"{int(argument(node, 7, 'num_experts', 0))}{f'/{chunks}' if chunks > 1 or table else ''}"
+    number += f"/{table}" if table else ""
     return _with_routing(number, given.get(EXPECTED, ""))
 
 

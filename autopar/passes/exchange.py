@@ -2,27 +2,32 @@
 expert parallelism, so that none of one line beats the answer.
 
 Chunks let experts compute beside what travels, and start more collectives. No placement depends on them, so that
-nothing is solved again: each number is a simulation. More chunks are tried while they gain.
+nothing is solved again: each number is a simulation. More chunks are tried while they gain. Where the loads that the
+routing draws ask for different ways, the plan may read them from a table when it runs: it is taken where it gains in
+their mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
 from autopar.clock import is_interrupted
+from autopar.cost.exchanges import PlacedExperts, beyond_mean_ns, placed_experts, priced_tables
 from autopar.driver import Candidate, Context, Front, of_plan, outline_of
 from autopar.errors import AutoparError
 from autopar.families import faster_templates
+from autopar.ir.exchange_table import FLAT, MOST_CHUNKS, TWO_LEVEL, ExchangeTable, ExchangeWay
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Plan, Substitution
 from autopar.microbatch import divided_graph
-from autopar.ops.experts import MOST_CHUNKS, ROUTED_EXPERTS, exchanged_over
+from autopar.ops.experts import ROUTED_EXPERTS, exchanged_over
 from autopar.passes.template import is_open
-from autopar.rewrites import in_chunks
+from autopar.rewrites import by_load, in_chunks
 from autopar.simulate import predict, simulate, traffic, traffic_by_submesh
 from autopar.substitute import GraphCandidate, exchanges
+from autopar.substitute.backtracking import RESOLUTION
 
 
 def experts(front: Front, context: Context) -> Iterator[Candidate]:
@@ -51,6 +56,49 @@ def exchange(front: Front, context: Context) -> Iterator[Candidate]:
         fastest_ns, chunks = found.step_ns, 2 * chunks
 
 
+def adapt(front: Front, context: Context) -> Iterator[Candidate]:
+    """The best plan with its tokens exchanged as the load asks for, where the routing's loads ask for several ways."""
+    best = front.best
+    if best is None or is_interrupted() or _is_by_load(best) or not exchanges_tokens(best.graph, best.plan):
+        return
+    part = divided_graph(best.graph, best.plan.microbatches)
+    placed = placed_experts(part, best.plan, context.profiles)
+    tables = {name: table for name, table in priced_tables(placed).items() if len(_ways(placed[name], table)) > 1}
+    if tables:
+        yield from _by_load(best, placed, tables, context)
+
+
+def _ways(one: PlacedExperts, table: ExchangeTable) -> set[tuple[str, int]]:
+    """Those that the routing's loads ask for."""
+    return {table.at(rows)[1:] for rows in one.loads}
+
+
+def _by_load(
+    best: Candidate, placed: Mapping[str, PlacedExperts], tables: Mapping[str, ExchangeTable], context: Context
+) -> Iterator[Candidate]:
+    """With some operators' tables: as fast as it is simulated, and as much faster as the mean over loads is than what
+    both take at the mean load."""
+    graph, steps = by_load(best.graph, tables)
+    found = _simulated_as(best, graph, (*best.variant.steps, *steps), context)
+    if found is None:
+        return
+    gain_ns = sum(
+        beyond_mean_ns(placed[name], _as_it_is(placed[name]), placed[name].loads)
+        - beyond_mean_ns(placed[name], table, placed[name].loads)
+        for name, table in tables.items()
+    )  # fmt: skip
+    plan = best.plan
+    gain_ns = gain_ns * plan.microbatches // len({stage.first_rank for stage in plan.stages})
+    if found.step_ns - gain_ns < best.step_ns * (1 - RESOLUTION):
+        yield replace(found, step_ns=found.step_ns - gain_ns)
+
+
+def _as_it_is(one: PlacedExperts) -> ExchangeTable:
+    """The one way of an operator that exchanges the same at any load: along each axis."""
+    how = TWO_LEVEL if len(one.over) > 1 else FLAT
+    return ExchangeTable((ExchangeWay(0, how, int(dict(one.node.kwargs).get("chunks", 1))),))
+
+
 def exchanges_tokens(graph: Graph, plan: Plan) -> bool:
     """Whether some rank sends tokens to the experts of another."""
     layers = exchanges.routed(graph)
@@ -67,10 +115,19 @@ def _is_in_chunks(candidate: Candidate) -> bool:
     return any(step.rule == exchanges.RULE for step in candidate.variant.steps)
 
 
+def _is_by_load(candidate: Candidate) -> bool:
+    return any(step.rule == exchanges.LOAD_RULE for step in candidate.variant.steps)
+
+
 def _in_chunks(best: Candidate, chunks: int, context: Context) -> Candidate | None:
     """The best plan with its tokens in so many chunks, simulated; None where it does not fit so."""
     graph, steps = in_chunks(best.graph, chunks)
-    asked = Candidate(GraphCandidate(graph, (*best.variant.steps, *steps), best.variant.cost_ns))
+    return _simulated_as(best, graph, (*best.variant.steps, *steps), context)
+
+
+def _simulated_as(best: Candidate, graph: Graph, steps: tuple[Substitution, ...], context: Context) -> Candidate | None:
+    """The best plan for another graph, simulated; None where it does not fit so."""
+    asked = Candidate(GraphCandidate(graph, steps, best.variant.cost_ns))
     plan = replace(best.plan, fingerprint=graph.fingerprint)
     try:
         plan = _simulated(graph, plan, context)

@@ -38,7 +38,7 @@ def build(
         from autopar.runtime.pipeline import PipelineRank  # torch's schedules take a while to import
 
         return PipelineRank(program, device_mesh, device, timeout_s)
-    mesh = replace(make_rank_mesh(program.AXES, device_mesh, device, timeout_s), shares=program.SHARES)
+    mesh = replace(make_rank_mesh(program.AXES, device_mesh, device, timeout_s, program.JOINED), shares=program.SHARES)
     return Rank(program(mesh), mesh)
 
 

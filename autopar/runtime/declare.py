@@ -232,6 +232,7 @@ class Program(Block):
 
     AXES: ClassVar[Mapping[str, int]] = {}
     SHARES: ClassVar[Mapping[str, tuple[int, ...]]] = {}  # by axis, where ranks get different parts of a batch
+    JOINED: ClassVar[tuple[tuple[str, ...], ...]] = ()  # axes of which the ranks also talk as those of one
     MICROBATCHES: ClassVar[int] = 1
     TRAINING: ClassVar[bool] = True  # the mode that the model was in when it was traced
     BUFFERS: ClassVar[Mapping[str, Any]] = {}  # first values of those that are known, as nested lists

@@ -54,11 +54,15 @@ class Progress:
     is_again: bool = False
 
 
+Names = tuple[str, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class RankMesh:
     """All axes, outermost first. `device_mesh` is None for a program of one rank without process groups.
 
-    shares: by axis, where ranks get different parts of a batch. Parameters are cut evenly, by `axes`.
+    shares: by axis, where ranks get different parts of a batch. Parameters are cut evenly, by `axes`. joint: axes of
+    several that also talk as one, by their names.
     """
 
     axes: tuple[Axis, ...]
@@ -67,6 +71,7 @@ class RankMesh:
     timeout_s: float | None = None
     progress: Progress = field(default_factory=Progress)
     shares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    joint: Mapping[Names, Axis] = field(default_factory=dict)
 
     @cached_property
     def batch_axes(self) -> tuple[Axis, ...]:
@@ -76,6 +81,10 @@ class RankMesh:
     def __getitem__(self, name: str) -> Axis:
         """An axis as it cuts inputs and what is computed from them."""
         return next(axis for axis in self.batch_axes if axis.name == name)
+
+    def joined(self, *names: str) -> Axis:
+        """All ranks of some axes as one, in the order of their ranks; the program says which it joins."""
+        return self.joint[names]
 
     def __iter__(self) -> Iterator[Axis]:
         return iter(self.axes)
@@ -91,8 +100,9 @@ def make_rank_mesh(
     device_mesh: DeviceMesh | None = None,
     device: torch.device | None = None,
     timeout_s: float = TIMEOUT_S,
+    joined: Sequence[Names] = (),
 ) -> RankMesh:
-    """Makes this rank's view of a mesh with the given axis sizes.
+    """Makes this rank's view of a mesh with the given axis sizes. joined: the axes that also talk as one.
 
     Initialises the default process group when more than one rank is asked for and there is none (gloo on
     CPUs, NCCL on CUDA devices). The groups that are made here wait `timeout_s` seconds for a rank. Raises WorldError
@@ -108,7 +118,23 @@ def make_rank_mesh(
     assert device_mesh is not None, "every rank is in the mesh of all ranks"
     _check_device_mesh(sizes, device_mesh)
     axes = tuple(_axis(device_mesh, name, size, known_s) for name, size in sizes.items())
-    return RankMesh(axes, device_mesh, device, known_s)
+    if joined and device_mesh.size() != dist.get_world_size():
+        raise WorldError(
+            f"the program needs a DeviceMesh over all {dist.get_world_size()} ranks, since axes {joined[0]} also talk "
+            f"as one, found one over {device_mesh.size()}; give one over all, or none"
+        )
+    joint = {names: _joint_axis(sizes, device_mesh.mesh, names, timeout_s) for names in joined}
+    return RankMesh(axes, device_mesh, device, known_s, joint=joint)
+
+
+def _joint_axis(sizes: Mapping[str, int], ranks: torch.Tensor, names: Names, timeout_s: float) -> Axis:
+    """Of a mesh of these ranks. All of the world call this; what those get that are not in the mesh is nothing."""
+    grid, dims = ranks.view(*sizes.values()), [[*sizes].index(name) for name in names]
+    rows = grid.movedim(dims, [*range(-len(dims), 0)]).reshape(-1, math.prod(sizes[name] for name in names)).tolist()
+    group = own_group(tuple(map(tuple, rows)), timeout_s)
+    index = next((row.index(dist.get_rank()) for row in rows if dist.get_rank() in row), 0)
+    is_gloo = group is not None and dist.get_backend(group) == "gloo"
+    return Axis("+".join(names), len(rows[0]), index, group, is_gloo, timeout_s)
 
 
 def _make_device_mesh(
@@ -129,27 +155,30 @@ def _make_device_mesh(
 
 
 def make_submeshes(
-    submeshes: Sequence[tuple[Sequence[int], Mapping[str, int]]], device: torch.device, timeout_s: float
+    submeshes: Sequence[tuple[Sequence[int], Mapping[str, int], Sequence[Names]]],
+    device: torch.device,
+    timeout_s: float,
 ) -> list[RankMesh | None]:
-    """This rank's view of each submesh, given by its ranks and axis sizes; None of one that it is not in.
+    """This rank's view of each submesh, given by its ranks, axis sizes, and axes that also talk as one; None of one
+    that it is not in.
 
     All ranks of the world call this, since each takes part in making every group.
     """
-    return [_make_submesh(ranks, sizes, device, timeout_s) for ranks, sizes in submeshes]
+    return [_make_submesh(*submesh, device, timeout_s) for submesh in submeshes]
 
 
 def _make_submesh(
-    ranks: Sequence[int], sizes: Mapping[str, int], device: torch.device, timeout_s: float
+    ranks: Sequence[int], sizes: Mapping[str, int], joined: Sequence[Names], device: torch.device, timeout_s: float
 ) -> RankMesh | None:
     if len(ranks) == 1:
         axes = tuple(Axis(name, 1, 0, None) for name in sizes)
         return RankMesh(axes, None, device, timeout_s) if dist.get_rank() == ranks[0] else None
     device_mesh = _make_device_mesh(sizes, device, timeout_s, ranks)
+    joint = {names: _joint_axis(sizes, torch.tensor(ranks), names, timeout_s) for names in joined}
     if device_mesh is None:
         return None
-    return RankMesh(
-        tuple(_axis(device_mesh, *item, timeout_s) for item in sizes.items()), device_mesh, device, timeout_s
-    )
+    axes = tuple(_axis(device_mesh, *item, timeout_s) for item in sizes.items())
+    return RankMesh(axes, device_mesh, device, timeout_s, joint=joint)
 
 
 def world_of(

@@ -138,7 +138,8 @@ class PipelineRank(Rank):
 
 def _meshes(pipeline: type[Pipeline], device: torch.device, timeout_s: float) -> list[RankMesh | None]:
     ranks = [range(stage.FIRST_RANK, stage.FIRST_RANK + num_ranks(stage)) for stage in pipeline.STAGES]
-    return make_submeshes(list(zip(ranks, (s.AXES for s in pipeline.STAGES), strict=True)), device, timeout_s)
+    submeshes = [(own, stage.AXES, stage.JOINED) for own, stage in zip(ranks, pipeline.STAGES, strict=True)]
+    return make_submeshes(submeshes, device, timeout_s)
 
 
 def _world_mesh(count: int, device: torch.device, timeout_s: float) -> RankMesh:

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from autopar.ir.exchange_table import ExchangeTable
 from autopar.ir.labels import storage_text
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.naming import printable
@@ -18,6 +19,7 @@ from autopar.ir.schedule import PLAIN
 from autopar.ir.shares import alike_ranks, axis_text
 from autopar.ir.tried import Tried
 from autopar.show.hsdp import hsdp_text
+from autopar.substitute import exchanges
 
 MOST_STAGES, MOST_ROWS = 10, 22
 """Lines of stages, and of parameters, that a screen has room for beside the others."""
@@ -45,6 +47,7 @@ def plan_text(plan: Plan) -> str:
         "costs": sources_text(plan.sources),
         "routing": "" if plan.routing is None else str(plan.routing),
         "rewritten": substitutions_text(plan) if plan.substitutions else "",
+        "exchange": exchanges_text(plan),
         "recompute": recompute_text(plan) if plan.recompute else "",
         "hsdp": hsdp_text(plan),
     }
@@ -73,6 +76,12 @@ def refinement_text(plan: Plan) -> str:
         f"{time_text(refined.before_ns)} → {time_text(refined.after_ns)} by {changes} that MCMC kept of "
         f"{refined.proposals:,} proposals"
     )
+
+
+def exchanges_text(plan: Plan) -> str:
+    """How tokens travel to experts, by the rows of the busiest rank, in how many layers; nothing where it is fixed."""
+    tables = [step for step in plan.substitutions if step.rule == exchanges.LOAD_RULE]
+    return "; ".join(f"{ExchangeTable.parse(step.binding.get('table'))} ×{len(step.roots)}" for step in tables)
 
 
 def substitutions_text(plan: Plan) -> str:

@@ -45,7 +45,7 @@ from autopar.ir.branches import (
 )
 from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
-from autopar.ir.placement import Placement, Shape, evenly, format_placement, local_shape
+from autopar.ir.placement import Axis, Placement, Shape, evenly, format_placement, local_shape
 from autopar.ir.plan import COMPILED, NodePlan, Plan, StagePlan, Storage
 from autopar.ir.recompute import PieceStep, makes_memory, pieces_needed
 from autopar.ir.redistribution import Step, apply, transfer_bytes
@@ -482,13 +482,14 @@ class Lowering:
         return self.step_bytes[key]
 
     def _transmission(
-        self, collective: str, axis: int, num_bytes: int, elsewhere: tuple[int, ...] = ()
+        self, collective: str, axis: int, num_bytes: int, elsewhere: tuple[int, ...] = (), joint: Axis | None = None
     ) -> Transmission:
-        """elsewhere: bytes on other lanes, where they are others; it lasts as long as on the slowest."""
-        key = (collective, axis, num_bytes, elsewhere)
+        """elsewhere: bytes on other lanes, where they are others; it lasts as long as on the slowest. joint: the axis
+        and others as one, where all their ranks talk, which are of one kind."""
+        key = (collective, axis, num_bytes, elsewhere, joint)
         if key not in self.transmissions:
             per_node = self.per_node
-            mesh_axis = self.plan.axes[axis]
+            mesh_axis = joint or self.plan.axes[axis]
             inside = ranks_within_node(mesh_axis, per_node) == mesh_axis.size
             duration = collective_time_ns(collective, num_bytes, mesh_axis, per_node, self.profile)
             level = INSIDE if inside else ACROSS
@@ -742,9 +743,10 @@ class Lowering:
         """What is sent early holds up nothing: its way is over when its operator begins. Of what is sent beside the
         operator's own computing, the rest counts."""
         sizes = tuple([other.priced_bytes for other in elsewhere])
-        sent = self._transmission(inner.collective, inner.axis, inner.priced_bytes, sizes)
+        joint = inner.along(self.plan.axes) if inner.also else None
+        sent = self._transmission(inner.collective, inner.axis, inner.priced_bytes, sizes, joint)
         if inner.is_beside:
-            axis, size = self.plan.axes[inner.axis], inner.priced_bytes
+            axis, size = inner.along(self.plan.axes), inner.priced_bytes
             longer = beside_compute_ns(
                 sent.collective, size, compute_ns, axis, self.per_node, self.profile, inner.beside_share
             )

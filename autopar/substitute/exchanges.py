@@ -1,6 +1,10 @@
 """Graphs whose tokens are exchanged for experts in chunks: of each, one travels while another is computed.
 
 routed_experts(x, …)  →  routed_experts(x, …, chunks=4)
+
+Or by the load that ranks see when they run, as a table says:
+
+routed_experts(x, …)  →  routed_experts(x, …, exchange="0:flat:1;4096:two-level:4")
 """
 
 from __future__ import annotations
@@ -9,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.errors import PlanError
-from autopar.ir.graph import Graph, Node
-from autopar.ops.experts import MOST_CHUNKS, ROUTED_EXPERTS
+from autopar.ir.exchange_table import MOST_CHUNKS, ExchangeTable
+from autopar.ir.graph import BY_LOAD, Graph, Node
+from autopar.ops.experts import ROUTED_EXPERTS
 
-RULE = "exchange-in-chunks"
+RULE, LOAD_RULE = "exchange-in-chunks", "exchange-by-load"
 STATEMENT = "routed experts => the same, whose tokens are exchanged in chunks"
+LOAD_STATEMENT = "routed experts => the same, whose tokens are exchanged as their load asks for"
 
 
 def routed(graph: Graph) -> tuple[str, ...]:
@@ -23,11 +29,13 @@ def routed(graph: Graph) -> tuple[str, ...]:
 
 def in_chunks(graph: Graph, names: Sequence[str], chunks: int) -> Graph:
     """The graph in which these exchange tokens in so many chunks. Raises PlanError where one cannot."""
-    wrong = sorted(set(names) - set(routed(graph)))
-    if wrong:
-        raise PlanError(f"expected routed experts at {wrong[0]!r}, found none; plan again")
     check_chunks(chunks)
-    return replace(graph, nodes=tuple(_told(node, chunks) if node.name in names else node for node in graph.nodes))
+    return _with(graph, names, "chunks", chunks)
+
+
+def by_load(graph: Graph, names: Sequence[str], table: str) -> Graph:
+    """The graph in which these exchange tokens as a table (its text) says. Raises PlanError where one cannot."""
+    return _with(graph, names, BY_LOAD, ExchangeTable.parse(table).text)
 
 
 def check_chunks(chunks: object) -> None:
@@ -36,6 +44,12 @@ def check_chunks(chunks: object) -> None:
         raise PlanError(f"expected 1 to {MOST_CHUNKS} chunks in which tokens are exchanged, found {chunks!r}")
 
 
-def _told(node: Node, chunks: int) -> Node:
-    kwargs = {**dict(node.kwargs), "chunks": chunks}
-    return replace(node, kwargs=tuple(kwargs.items()))
+def _with(graph: Graph, names: Sequence[str], key: str, value: object) -> Graph:
+    wrong = sorted(set(names) - set(routed(graph)))
+    if wrong:
+        raise PlanError(f"expected routed experts at {wrong[0]!r}, found none; plan again")
+    return replace(graph, nodes=tuple(_told(node, key, value) if node.name in names else node for node in graph.nodes))
+
+
+def _told(node: Node, key: str, value: object) -> Node:
+    return replace(node, kwargs=tuple({**dict(node.kwargs), key: value}.items()))

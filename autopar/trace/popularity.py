@@ -24,7 +24,7 @@ from autopar.trace.export import bind_inputs
 from autopar.trace.interpreter import run_graph
 from autopar.trace.trace import trace
 
-_NOT_COMPUTED = ("routing", "chunks")  # arguments that say what is expected, or how several ranks go about it
+_NOT_COMPUTED = ("routing", "chunks", "exchange")  # say what is expected, or how several ranks go about it
 
 
 def measured(model: nn.Module, batches: Any, loss_fn: Callable[..., Any] | None = None) -> Routing:

@@ -180,12 +180,13 @@ def faults(case: Case) -> list[str]:
     found = differences(_single(case.model, case.routing), results[0])
     if len({(loss.item(), norm.item()) for loss, _, norm, *_ in results}) > 1:
         found.append("ranks disagree about the loss or the norm")
-    return found + _wrong_bytes(plan, graph, model, batch, [result[4] for result in results])
+    return found + wrong_bytes(plan, graph, model, batch, [result[4] for result in results])
 
 
-def _wrong_bytes(
+def wrong_bytes(
     plan: autopar.Plan, graph: Graph, model: nn.Module, batch: Tensors, counted: list[Mapping[str, int]]
 ) -> list[str]:
+    """Where ranks sent other bytes than the plan foretells for the routing that happens."""
     if len(plan.stages) == 1:
         expected = [(range(plan.mesh.num_devices), bytes_of(graph, plan, model, batch))]
     else:

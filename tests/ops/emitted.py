@@ -15,6 +15,7 @@ from autopar.ir.placement import local_shape
 from autopar.ir.statements import Operate
 from autopar.ops.call import Call
 from autopar.ops.communication import count_of_targets, inner_communication
+from autopar.ops.experts import table_of
 from autopar.runtime.mesh import RankMesh
 from tests.ops import ranks
 from tests.ops.interpreter import Case, Layout, backward, gradient_type
@@ -86,5 +87,6 @@ def _exchanged(case: Case, layout: Layout, what: str) -> int:
     sizes = local_shape(case.operands[0].shape, x, layout.axes), local_shape(case.operands[4].shape, down, layout.axes)
     row_bytes = [size[-1] * case.operands[0].itemsize for size in sizes]
     own = deal(case.operands[1], ids, layout.sizes)
-    found = exchanged_bytes(own, case.node.args[7], layout.axes, x, up, (row_bytes[0], row_bytes[1]))
+    table = table_of(case.node)
+    found = exchanged_bytes(own, case.node.args[7], layout.axes, x, up, (row_bytes[0], row_bytes[1]), table)
     return found.forward if what == "forward" else found.backward

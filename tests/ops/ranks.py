@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,4 +38,15 @@ def _mesh(axes: Sequence[Axis], coordinate: Coordinate) -> runtime_mesh.RankMesh
         runtime_mesh.Axis(axis.name, axis.size, index, whole.get_group(axis.name) if axis.size > 1 else None, False)
         for axis, index in zip(axes, coordinate, strict=True)
     ]
-    return runtime_mesh.RankMesh(tuple(made), None, torch.device("cpu"))
+    return runtime_mesh.RankMesh(tuple(made), None, torch.device("cpu"), joint=_joint(axes, coordinate))
+
+
+def _joint(axes: Sequence[Axis], coordinate: Coordinate) -> dict[tuple[str, ...], runtime_mesh.Axis]:
+    """All axes as one, where they are several."""
+    if len(axes) < 2:
+        return {}
+    size = math.prod(axis.size for axis in axes)
+    index = sum(axis.stride * own for axis, own in zip(axes, coordinate, strict=True))
+    whole = device_mesh((("whole", size),))
+    axis = runtime_mesh.Axis("whole", size, index, whole.get_group("whole") if size > 1 else None, False)
+    return {tuple(axis.name for axis in axes): axis}

@@ -57,6 +57,22 @@ def test_any_routing_computes_the_same(chosen: list[int], chunks: int) -> None:
         assert check(case, rules, sizes) is None, sizes
 
 
+TABLES = ["0:flat:4", "0:two-level:8", "0:flat:1;2:two-level:3", "0:two-level:2;5:flat:4;18:two-level:4"]
+
+
+@pytest.mark.parametrize("chosen", [None, [0, 0], [5, 2]], ids=str)
+@pytest.mark.parametrize("table", TABLES)
+def test_any_way_computes_the_same_whatever_the_load(chosen: list[int] | None, table: str) -> None:
+    """Over one axis, and over two that are taken as one, or one after the other."""
+    torch.manual_seed(1)
+    rows = [torch.randperm(7)[:2] if chosen is None else torch.tensor(chosen) for _ in range(10)]
+    args = (f(10, 6), torch.stack(rows), f(10, 2), f(7, 6, 4), f(7, 4, 6), "relu", False, 7)
+    case = make_case(ROUTED_EXPERTS, args, {"exchange": table})
+    exchange, _ = rules_of(case)
+    for rules, sizes in (((exchange,), (4,)), ((exchange, exchange), (2, 2)), ((exchange, exchange), (3, 2))):
+        assert check(case, rules, sizes) is None, sizes
+
+
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_numbers_of_no_expert_add_nothing(chunks: int) -> None:
     """Models mark choices that they drop so: histograms of the experts leave them out."""

@@ -6,17 +6,22 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
 import autopar
 from autopar.by_hand import template_of_graph
+from autopar.cost.exchanges import CHUNKS, LOADS, placed_experts
 from autopar.driver import Context, Front, of_plan, outline_of
+from autopar.errors import PlanError
 from autopar.families import faster_templates
+from autopar.ir.exchange_table import ExchangeTable
 from autopar.ir.graph import Graph
 from autopar.microbatch import check_plan
-from autopar.ops.experts import ROUTED_EXPERTS
-from autopar.passes.exchange import exchange, exchanges_tokens
+from autopar.ops.experts import ROUTED_EXPERTS, table_of, with_routing
+from autopar.passes.exchange import adapt, exchange, exchanges_tokens
+from autopar.profiler import profiles_of
 from autopar.request import Request, budget_of
 from autopar.rewrites import graph_of
 from autopar.trace import trace
@@ -92,3 +97,49 @@ def test_templates_that_share_experts_are_played() -> None:
         stated = made()
         check_plan(graph(), stated)
         assert exchanges_tokens(graph(), plan) and stated.predicted.comm_bytes["exchange"] > 0
+
+
+# By load ----------------------------------------
+
+
+def table(plan: autopar.Plan) -> ExchangeTable:
+    """That of the one layer, of the graph that the plan's file says."""
+    again = graph_of(autopar.Plan.from_json(plan.to_json()), graph())
+    assert again.fingerprint == plan.fingerprint
+    found = next(table_of(node) for node in again.nodes if node.op == ROUTED_EXPERTS)
+    assert found is not None
+    return found
+
+
+def test_a_table_has_the_cheapest_way_at_each_load() -> None:
+    """It is in the plan, as text that a person can read, and every way fits in the memory that is predicted."""
+    plan = template_of_graph(graph(), MESH, dp=8, ep=8, exchange="adaptive")
+    found = table(plan)
+    assert len(found.ways) > 1 and f"exchange    {found} ×1" in str(plan)
+    (placed,) = placed_experts(graph(), plan, profiles_of(MESH)).values()
+    ways = [(how, chunks) for how in ("flat", "two-level") for chunks in CHUNKS]
+    for times in LOADS[:8]:
+        rows = round(placed.even_rows * times)
+        assert placed.price_ns(rows, *found.at(rows)[1:]) <= min(placed.price_ns(rows, *way) for way in ways) * 1.011
+    for how in ("flat", "two-level"):
+        fixed = template_of_graph(graph(), MESH, dp=8, ep=8, exchange=how, exchange_chunks=found.chunks)
+        assert plan.predicted.peak_bytes >= fixed.predicted.peak_bytes
+
+
+def test_loads_that_ask_for_several_ways_are_worth_a_table() -> None:
+    """The pass takes it where it gains in the mean of what the routing draws, and not where loads are alike."""
+    skewed = with_routing(graph(), autopar.Routing.power_law(1.2))
+    for traced, is_worth in ((graph(), False), (skewed, True)):
+        plan = template_of_graph(traced, MESH, dp=8, ep=8)
+        front = Front(traced)
+        front.add(of_plan(front.given, outline_of(plan), plan), "template")
+        found = [*adapt(front, Context(request()))]
+        print(plan.predicted.step_time_ns, [one.step_ns for one in found])
+        assert bool(found) == is_worth
+        for one in found:
+            check_plan(one.graph, replace(one.plan, substitutions=one.variant.steps))
+
+
+def test_what_is_left_to_the_load_is_not_said_twice() -> None:
+    with pytest.raises(PlanError, match="which says how many, found 4"):
+        template_of_graph(graph(), MESH, dp=8, ep=8, exchange="adaptive", exchange_chunks=4)

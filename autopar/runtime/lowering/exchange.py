@@ -8,6 +8,9 @@ Over several axes, rows go along one after the other, so that those for one node
 
 An exchange is begun and ended by two functions, so that something may be computed meanwhile; its backward pass runs the
 other way, begun where the forward pass ended.
+
+Which axes there are, and into how many chunks rows are cut, may depend on the load (`LoadTable`): then every rank is
+told the counts of all, so that all take the same way.
 """
 
 from __future__ import annotations
@@ -53,13 +56,18 @@ def ways(counts: Tensor, axes: Sequence[Axis]) -> list[RowWay]:
 
     Counts are exchanged, and read by the host once. Every rank of the axes must call it.
     """
-    before, lengths = [counts], list[Tensor]()  # how rows lie before each leg, and at last
+    before = [counts]  # how rows lie before each leg, and at last
     for level, axis in enumerate(axes):
-        sent = before[-1].movedim(1 + level, 1)
-        arrived = _sent_alike(sent, axis)
-        lengths += [_along(sent, 1), _along(arrived, 1)]
-        before.append(arrived)
-    lengths.append(_along(before[-1], before[-1].dim() - 1))
+        before.append(_sent_alike(before[-1].movedim(1 + level, 1), axis))
+    return _ways(before, before, axes)
+
+
+def _ways(before: Sequence[Tensor], read: Sequence[Tensor], axes: Sequence[Axis]) -> list[RowWay]:
+    """read: the same counts, where the host reads them."""
+    lengths = list[Tensor]()
+    for level in range(len(axes)):
+        lengths += [_along(read[level], 1 + level), _along(read[level + 1], 1)]
+    lengths.append(_along(read[-1], read[-1].dim() - 1))
     told = torch.cat(lengths, 1).tolist()
     widths = [length.size(1) for length in lengths]
     return [_way(row, widths, [lying[chunk] for lying in before], axes) for chunk, row in enumerate(told)]
@@ -119,6 +127,84 @@ def reordered(rows: Tensor, order: RowOrder | None, is_back: bool = False) -> Te
     there, back = (order.inverse, order.rows) if is_back else order
     made: Tensor = _RowsReordered.apply(rows, there, back)  # type: ignore[no-untyped-call]
     return made
+
+
+# Ways by load ----------------------------------------
+
+
+class LoadTable(NamedTuple):
+    """How rows are exchanged, by the rows of the rank that gets most of them: from so many on, "flat" or "two-level",
+    and in how many chunks. joint: all axes of the exchange as one."""
+
+    rows: Sequence[tuple[int, str, int]]
+    joint: Axis
+
+    @property
+    def chunks(self) -> int:
+        """The most of any row; those of the others divide it."""
+        return max(chunks for _, _, chunks in self.rows)
+
+    def at(self, most: int) -> tuple[str, int]:
+        """How, and in how many chunks, where the busiest rank gets so many rows."""
+        return next((how, chunks) for start, how, chunks in reversed(self.rows) if start <= most)
+
+
+class SeenLoad:
+    """The counts of all ranks of an exchange. Every rank of the axes must make it; the host reads them once.
+
+    axes: the outer one first. counts: of this rank, in as many chunks as the table has at most: (chunks, ranks of each
+    axis, experts).
+    """
+
+    def __init__(self, counts: Tensor, axes: Sequence[Axis], table: LoadTable) -> None:
+        sizes = [axis.size for axis in axes]
+        self._axes = axes
+        everyone = counts.new_empty((table.joint.size, *counts.shape))
+        comm.all_gather(everyone, counts.contiguous(), table.joint)
+        self._everyone = everyone.view(*sizes, *counts.shape)
+        self._read = self._everyone.cpu()
+        self.how, self.chunks = table.at(self.most)
+        self.legs = [table.joint] if self.how == "flat" else list(reversed(axes))
+
+    @property
+    def most(self) -> int:
+        """The rows that the busiest rank gets."""
+        levels = len(self._axes)
+        by_rank = self._read.sum((*range(levels + 1), -1))
+        return int(by_rank.max())
+
+    def ways(self) -> list[RowWay]:
+        """The ways of the rows of this rank along the legs, chunk by chunk."""
+        return _ways(self._before(self._everyone), self._before(self._read), self.legs)
+
+    def _before(self, everyone: Tensor) -> list[Tensor]:
+        """How rows lie on this rank before each leg, and at last, as exchanges of counts would tell."""
+        count, levels = len(self.legs), len(self._axes)
+        chosen = self._as_chosen(everyone.flatten(0, levels - 1))
+        sizes = [leg.size for leg in reversed(self.legs)]
+        chosen = chosen.view(*sizes, *chosen.shape[1:])  # from ranks of the outer leg first
+        chosen = chosen.permute(*reversed(range(count)), *range(count, chosen.dim()))
+        return [self._lying(chosen, level) for level in range(count + 1)]
+
+    def _lying(self, counts: Tensor, level: int) -> Tensor:
+        """(chunks, from ranks of the legs that are done, the last one first, to ranks of the others, experts)."""
+        free = slice(None)
+        senders = [free if number < level else leg.index for number, leg in enumerate(self.legs)]
+        receivers = [leg.index if number < level else free for number, leg in enumerate(self.legs)]
+        found = counts[(*senders, free, *receivers)]
+        return found.permute(level, *reversed(range(level)), *range(level + 1, found.dim()))
+
+    def _as_chosen(self, counts: Tensor) -> Tensor:
+        """(…, chunks, ranks of each axis, experts) → (…, fewer chunks, ranks of each leg, experts)."""
+        levels = len(self._axes)
+        most = counts.size(-levels - 2)
+        first = counts.dim() - levels - 2
+        shape = (*counts.shape[:first], self.chunks, most // self.chunks, *counts.shape[first + 1 :])
+        parted = counts.reshape(shape).sum(first + 1)
+        if self.how == "flat":
+            return parted.flatten(first + 1, -2)
+        first += 1
+        return parted.permute(*range(first), *reversed(range(first, first + levels)), first + levels)
 
 
 # Rows under way ----------------------------------------

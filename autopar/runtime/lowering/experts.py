@@ -2,7 +2,8 @@
 
 Where ranks share the experts, each rank either has the tokens of all of them, and computes what its own experts make of
 these; or it has its own tokens, and exchanges them: every choice of a token goes where its expert is, and what that
-makes of it comes home. Tokens may be cut into chunks, of which one is under way while another is computed.
+makes of it comes home. Tokens may be cut into chunks, of which one is under way while another is computed; into how
+many, and along which axes they travel, may depend on the load that all ranks see.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from torch import Tensor
 
 from autopar.runtime.lowering import exchange
 from autopar.runtime.lowering.activations import activated
-from autopar.runtime.lowering.exchange import RowWay
+from autopar.runtime.lowering.exchange import LoadTable, RowWay, SeenLoad
 from autopar.runtime.mesh import Axis
 
-__all__ = ["grouped_mm", "routed_experts"]
+__all__ = ["LoadTable", "grouped_mm", "routed_experts"]
 
 
 class _LocalExperts(NamedTuple):
@@ -59,6 +60,7 @@ def routed_experts(
     paired: bool = False,
     exchanged: Sequence[Axis] = (),
     chunks: int = 1,
+    by_load: LoadTable | None = None,
 ) -> Tensor:
     """Sums, over the experts that are chosen for each token, of their weighted results.
 
@@ -66,15 +68,14 @@ def routed_experts(
     biases (experts, hidden) and (experts, width); hidden may be two dims, of which one is both parts of a gate.
     `axes` split the experts. Over those of them that are `exchanged`, tokens are split, too, and every rank must call
     it, even one without tokens; over the others, the result is P, and only choices of this rank's experts are computed.
-    A number from `num_experts` up is no expert, and adds nothing; one below 0 ends in an error.
+    A number from `num_experts` up is no expert, and adds nothing; one below 0 ends in an error. by_load: how they are
+    exchanged, instead of along each axis in `chunks` chunks.
     """
     up = up.flatten(2)
     experts = _LocalExperts(
         up, down, up_bias if up_bias is None else up_bias.flatten(1), down_bias, activation, gated, paired
     )
-    legs = list(reversed(exchanged))  # those inside of a node first
-    order, counts = _sorted(ids, num_experts, axes, legs, chunks)
-    ways = exchange.ways(counts, legs)
+    order, ways = _exchanges(ids, num_experts, axes, exchanged, chunks, by_load)
     kept = [sum(way.legs[0].sent if way.legs else way.counts) for way in ways]
     order = order[: sum(kept)]
     sent: Tensor = _ChosenRows.apply(x, order, ids.size(1))  # type: ignore[no-untyped-call]
@@ -124,22 +125,46 @@ class _ChosenRows(torch.autograd.Function):
         return spread.view(tokens, choices, -1).sum(1), None, None
 
 
-def _sorted(
-    ids: Tensor, num_experts: int, axes: Sequence[Axis], legs: Sequence[Axis], chunks: int
-) -> tuple[Tensor, Tensor]:
-    """The choices in the order of chunk, rank along each leg, and expert, those of other ranks last; and how many of
-    each there are."""
-    names = [axis.name for axis in legs]
-    splits = [_ExpertAxis(axis.size, axis.index, names.index(axis.name) if axis.name in names else -1) for axis in axes]
-    table = _slots(num_experts, tuple(splits), ids.device)
-    sizes = [*(axis.size for axis in legs), _most(num_experts, splits)]
-    last, tokens = math.prod(sizes), ids.size(0)
+def _exchanges(
+    ids: Tensor, num_experts: int, axes: Sequence[Axis], exchanged: Sequence[Axis], chunks: int,
+    by_load: LoadTable | None,
+) -> tuple[Tensor, list[RowWay]]:  # fmt: skip
+    """The choices in the order in which they travel, and the way of each chunk of them."""
     torch._assert_async((ids >= 0).all(), "expected experts by numbers from 0 up, found one below 0")
-    slots = table[ids.clamp(max=num_experts)]
-    chunk = (torch.arange(tokens, device=ids.device) * chunks).div(max(1, tokens), rounding_mode="floor")
-    keys = torch.where(slots < last, slots + chunk.unsqueeze(1) * last, chunks * last).reshape(-1)
-    counts = keys.new_zeros(chunks * last + 1).scatter_add_(0, keys, torch.ones_like(keys))
-    return keys.argsort(stable=True), counts[:-1].view(chunks, *sizes)
+    if by_load is None:
+        legs = list(reversed(exchanged))  # those inside of a node first
+        going = _Destinations(ids, num_experts, axes, legs, chunks)
+        return going.order, exchange.ways(going.counts, legs)
+    seen = SeenLoad(_Destinations(ids, num_experts, axes, exchanged, by_load.chunks).counts, exchanged, by_load)
+    along = list(reversed(exchanged)) if seen.how == "two-level" else exchanged  # flat: ranks in their order
+    return _Destinations(ids, num_experts, axes, along, seen.chunks).order, seen.ways()
+
+
+class _Destinations:
+    """Where each choice goes: by chunk, rank along some axes one after the other, and expert; those of other ranks
+    last."""
+
+    def __init__(self, ids: Tensor, num_experts: int, axes: Sequence[Axis], along: Sequence[Axis], chunks: int) -> None:
+        names = [axis.name for axis in along]
+        legs = [names.index(axis.name) if axis.name in names else -1 for axis in axes]
+        splits = tuple(_ExpertAxis(axis.size, axis.index, leg) for axis, leg in zip(axes, legs, strict=True))
+        table, tokens = _slots(num_experts, splits, ids.device), ids.size(0)
+        self._sizes = [chunks, *(axis.size for axis in along), _most(num_experts, splits)]
+        last = math.prod(self._sizes[1:])
+        slots = table[ids.clamp(max=num_experts)]
+        chunk = (torch.arange(tokens, device=ids.device) * chunks).div(max(1, tokens), rounding_mode="floor")
+        self._keys = torch.where(slots < last, slots + chunk.unsqueeze(1) * last, chunks * last).reshape(-1)
+
+    @property
+    def order(self) -> Tensor:
+        """The choices in this order."""
+        return self._keys.argsort(stable=True)
+
+    @property
+    def counts(self) -> Tensor:
+        """How many there are of each: (chunks, ranks along each axis, experts)."""
+        counts = self._keys.new_zeros(math.prod(self._sizes) + 1)
+        return counts.scatter_add_(0, self._keys, torch.ones_like(self._keys))[:-1].view(self._sizes)
 
 
 class _ExpertAxis(NamedTuple):
