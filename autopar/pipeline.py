@@ -5,7 +5,7 @@ Each candidate (a graph, a logical mesh, stages) is scored by the one simulator;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.routing import Routing
 from autopar.microbatch import check_plan
 from autopar.odds import with_odds
+from autopar.padding import checked_filling
 from autopar.passes.balance import balance
 from autopar.passes.branch import branch
 from autopar.passes.contexts import contexts
@@ -97,6 +98,7 @@ def parallelize(
     progress: Report | None = None,
     check: bool = True,
     shapes: Sequence[Any] = (),
+    pad: Mapping[str, float] | None = None,
 ) -> PlannedProgram:
     """Turns a single-device model into the fastest sharded program for a mesh that the search finds.
 
@@ -107,8 +109,10 @@ def parallelize(
     the model where it has real weights, once for each graph of a model; the plan says what came of it, and a difference
     is a TraceError. shapes: further shapes of inputs that the program runs under the same placements, such as a short
     last batch and bucketed lengths: each as example_inputs, with tuples of lengths for tensors; what it leaves out is
-    as there. One that the plan does not hold for is a PlanError. Ctrl-C ends a search with the best plan so far. Raises
-    AutoparError subclasses; InfeasibleError when nothing fits.
+    as there. One that the plan does not hold for is a PlanError. pad: by input, the value of rows that count for
+    nothing, such as {"labels": -100}: batches of fewer rows are filled up with such; a PlanError where that changes the
+    loss or a gradient. Ctrl-C ends a search with the best plan so far. Raises AutoparError subclasses; InfeasibleError
+    when nothing fits.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, constraints=constraints,
@@ -135,7 +139,8 @@ def parallelize(
         graph, plan = _under(routing, plan, graph)
     check_plan(graph, plan)
     others = under_plan(plan, example_inputs, shapes, partial(_traced_as, given, check))
-    source = emit(graph, plan, others)
+    filling = checked_filling(pad, graph, model, example_inputs, loss_fn) if pad is not None else {}
+    source = emit(graph, plan, others, filling)
     ended("emit", f"{source.count(chr(10)):,} lines")
     plan = replace(with_simulator(plan, graph), checked_against_eager=against_eager)
     return PlannedProgram(graph, plan, source, model_state(with_loss(model, loss_fn)))

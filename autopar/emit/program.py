@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from autopar.emit.again import made_again
 from autopar.emit.classes import INDENT, Classes, ClassWriter, walk
@@ -46,12 +47,17 @@ from autopar.runtime import redistribute
 aten = torch.ops.aten
 '''
 
+_NOTHING: Mapping[str, float | None] = MappingProxyType({})
+
 
 @faults_told()
-def emit(graph: Graph, plan: Plan, others: Sequence[tuple[Graph, Plan]] = ()) -> str:
+def emit(
+    graph: Graph, plan: Plan, others: Sequence[tuple[Graph, Plan]] = (), filling: Mapping[str, float | None] = _NOTHING
+) -> str:
     """The program's source; it imports torch, `autopar.runtime`, and what defines the model's own operators.
 
-    graph: of the step. others: of steps of other shapes, under the same placements. The plans must have been verified.
+    graph: of the step. others: of steps of other shapes, under the same placements. filling: by input, the value of
+    rows that short batches are filled up with, None for the first row's. The plans must have been verified.
     Raises PlanError for what cannot be emitted.
     """
     classes = Classes()
@@ -61,6 +67,8 @@ def emit(graph: Graph, plan: Plan, others: Sequence[tuple[Graph, Plan]] = ()) ->
     if others:
         names = ", ".join(f"Program{number}" for number in range(1, len(others) + 1))
         programs.append(f"Program.OTHERS = ({names},)  # the same for inputs of other shapes\n")
+    if filling:
+        programs.append(f"Program.FILLING = {dict(filling)!r}  # rows of short batches that count for nothing\n")
     plan = on_microbatch_axis(graph, plan)
     header = _HEADER.format(
         model=escaped(graph.model_name), mesh=escaped(str(plan.mesh)), axes=_axes_text(plan), imports=_imports(graph)

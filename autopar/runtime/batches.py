@@ -169,11 +169,13 @@ class Batches:
         if not self._rank.reads_inputs or self._local or self._short == "drop" or rows == 0:
             return
         known = {spec.shape[0] for program in self._rank.programs for spec in program.INPUTS if spec.shape}
+        if self._rank.programs[0].FILLING and rows < max(known):
+            return
         if size in known and rows not in known:
             raise ProgramError(
                 f"expected batches of {' or '.join(map(str, sorted(known)))} rows, found that the last of the "
-                f"loader has {rows}; plan with shapes=[…] of so many rows as well, or leave it out: drop_last=True of "
-                'the loader, or short="drop"'
+                f"loader has {rows}; plan with shapes=[…] of so many rows as well, with pad={{…}}, or leave it out: "
+                'drop_last=True of the loader, or short="drop"'
             )
 
     # State ----------------------------------------

@@ -241,6 +241,7 @@ class Program(Block):
     TIED: ClassVar[Mapping[str, str]] = {}  # further names of a parameter: {"lm_head.weight": "wte.weight"}
     LOSS_INDEX: ClassVar[int] = 0  # which output is the loss, where forward returns several
     OTHERS: ClassVar[tuple[type[Program], ...]] = ()  # the same for inputs of other shapes, of the same parameters
+    FILLING: ClassVar[Mapping[str, float | None]] = {}  # by input, of rows that short batches are filled up with
 
     def prepare(self, microbatches: list[tuple[Tensor, ...]]) -> None:
         """Called before a step's first microbatch with the local inputs of all; override to count them."""
@@ -289,3 +290,4 @@ class Pipeline:
     LOSS_INDEX: ClassVar[int] = 0
     TIED: ClassVar[Mapping[str, str]] = {}
     OTHERS: ClassVar[tuple[type[Pipeline], ...]] = ()
+    FILLING: ClassVar[Mapping[str, float | None]] = {}

@@ -19,6 +19,7 @@ from autopar.runtime.compiling import Compile, checked_options, compile_blocks, 
 from autopar.runtime.constants import forget_constants
 from autopar.runtime.declare import Pipeline, Program
 from autopar.runtime.errors import ProgramError
+from autopar.runtime.filling import filled_up
 from autopar.runtime.inputs import by_name, join_outputs, shard_shape, split_named
 from autopar.runtime.kept import Contents, Kept
 from autopar.runtime.local import Local
@@ -125,6 +126,7 @@ class Rank(Kept):
         Returns the loss of the whole batch, equal on all ranks; the parameters have their gradients then,
         added to those that they had before.
         """
+        inputs, named_inputs = self._filled_up(inputs, named_inputs, local)
         fitting = self._fitting(inputs, named_inputs, local)
         if fitting is not self:
             return fitting.train_step(*inputs, local=local, **named_inputs)
@@ -156,6 +158,13 @@ class Rank(Kept):
         )  # fmt: skip
         with torch.autocast(kind, enabled=False):
             yield
+
+    def _filled_up(self, inputs: Any, named_inputs: Any, local: bool | Tensor) -> tuple[Any, Any]:
+        """A global batch of fewer rows than were planned for, with rows that count for nothing."""
+        if local is not False or not self._declared.FILLING:
+            return inputs, named_inputs
+        found = filled_up(self.programs, by_name(self._declared, inputs, named_inputs))
+        return (inputs, named_inputs) if found is None else ((), found)
 
     def _fitting(self, inputs: Any, named_inputs: Any, local: bool | Tensor) -> Rank:
         """The rank that runs inputs of these shapes. Raises ProgramError, on all ranks where they must agree, for
@@ -285,6 +294,7 @@ class Rank(Kept):
     @torch.no_grad()
     def forward(self, *inputs: Tensor, local: bool = False, **named_inputs: Tensor) -> Any:
         """Runs the forward pass alone, without gradients, and returns what the program returns."""
+        inputs, named_inputs = self._filled_up(inputs, named_inputs, local)
         fitting = self._fitting(inputs, named_inputs, local)
         if fitting is not self:
             return fitting(*inputs, local=local, **named_inputs)

@@ -1,0 +1,111 @@
+"""One script for Hugging Face's Trainer, run in one process with theirs and on ranks with ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import TrainingArguments
+
+from autopar.adapters.transformers import Trainer
+
+LENGTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.ln, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.ln(x)))))
+
+
+class Net(nn.Module):
+    """A loss over tokens that labels keep, over the number that the trainer says where it does: as models of
+    transformers compute it."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(61, 16), nn.Linear(16, 61)
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(2))
+
+    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None, **_: Any) -> Any:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction=reduction)
+        return {"loss": loss if num_items_in_batch is None else loss / num_items_in_batch}
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Samples of which labels leave out unlike numbers of tokens."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.ids = torch.randint(61, (count, LENGTH), generator=generator)
+        self.labels = self.ids.masked_fill(torch.rand(count, LENGTH, generator=generator) < 0.3, -100)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.labels[index]}
+
+
+def arguments(folder: Path, **changed: Any) -> TrainingArguments:
+    usual: dict[str, Any] = {
+        "output_dir": str(folder), "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4,
+        "learning_rate": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.1, "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2, "logging_steps": 1, "eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 2,
+        "report_to": "none", "disable_tqdm": True, "use_cpu": True,
+    }  # fmt: skip
+    return TrainingArguments(**{**usual, **changed})
+
+
+def model(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(3)
+    return Net(dropout)
+
+
+def reset() -> None:
+    """Accelerate's singletons are those of a process; scripts are run one after the other in ours."""
+    for kind in (AcceleratorState, GradientState, PartialState):
+        kind._reset_state()
+
+
+def run(
+    folder: Path, plan: Any = None, *, resume: str | None = None, dropout: float = 0.0, train: bool = True,
+    changed: dict[str, Any] | None = None,
+) -> tuple[list[dict[str, Any]], dict[str, float], dict[str, Tensor]]:  # fmt: skip
+    """The trainer's log, an evaluation at the end, and the weights that `save_model` has written."""
+    from safetensors.torch import load_file
+
+    reset()
+    kind: Any = transformers.Trainer if plan is None else Trainer
+    own = {} if plan is None else {"plan": plan, "options": {"check": False}}
+    trainer = kind(
+        model=model(dropout), args=arguments(folder, **(changed or {})), train_dataset=Rows(11, 0),
+        eval_dataset=Rows(6, 1), **own,
+    )  # fmt: skip
+    if train:
+        trainer.train(resume_from_checkpoint=resume)
+    evaluated = trainer.evaluate()
+    trainer.save_model(str(folder / "trained"))
+    weights = load_file(folder / "trained" / "model.safetensors")
+    return trainer.state.log_history, evaluated, weights
+
+
+def job(rank: int, world: int, *args: Any, **kwargs: Any) -> Any:
+    """`run` on a rank of the pool."""
+    named = args[-1] if isinstance(args[-1], dict) and "named" in args[-1] else None
+    if named is not None:
+        args, kwargs = args[:-1], named["named"]
+    return run(*args, **kwargs)
