@@ -57,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", help="arguments of template_plan, such as dp=2,tp=2; default: one process")
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--output", help="a folder for checkpoints; default: the current one")
     options = parser.parse_args()
     lightning.seed_everything(0)
     plan = {key: int(n) for key, n in (item.split("=") for item in options.plan.split(","))} if options.plan else {}
@@ -65,6 +66,7 @@ def main() -> None:
         devices=1,
         strategy=PlannedStrategy(plan),  # 2. how ranks share the work
         max_epochs=options.epochs,
+        default_root_dir=options.output,
         gradient_clip_val=1.0,
         enable_progress_bar=False,
         enable_model_summary=False,
