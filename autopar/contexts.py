@@ -22,11 +22,11 @@ from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
 from autopar.ir.placement import Placement, R, S, Type
 from autopar.ir.plan import Substitution
 from autopar.ops import call_key
+from autopar.positions import attention_nodes
 from autopar.profiler import load_profile
 from autopar.request import Request
-from autopar.substitute import sequences
+from autopar.substitute import rows, sequences
 from autopar.substitute.masks import RULE, STATEMENT, under_causal_masks, without_masks
-from autopar.template import attention_nodes
 
 Steps = tuple[Substitution, ...]
 
@@ -36,6 +36,7 @@ def for_sequences(graph: Graph, ring: bool = False) -> tuple[Graph, Steps]:
     over a split sequence has keys and values pass from rank to rank, wherever it can."""
     steps = list[Substitution]()
     for rule, statement, find, tell in (
+        (rows.RULE, rows.STATEMENT, rows.over_rows, rows.with_rows),
         (RULE, STATEMENT, under_causal_masks, without_masks),
         (sequences.RULE, sequences.STATEMENT, sequences.over_sequences, sequences.with_sequences),
     ):

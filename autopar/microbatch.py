@@ -114,24 +114,8 @@ def batch_types(graph: Graph) -> dict[str, Type]:
     Tensors are missing where samples meet in a way that no rule of an operator has; lengths need not divide.
     """
     inputs = batch_inputs(graph)
-    return _cut(graph, {name: S(0) if name in inputs else R for name in graph.inputs}, [])
-
-
-def sequence_types(graph: Graph, attention: Container[str]) -> dict[str, Type]:
-    """The same for positions, which are the second dim of inputs. attention: the operators whose results are as their
-    queries are, whatever it takes to bring keys and values there."""
-    given = {name: S(1) if len(graph.tensors[name].shape) > 1 else R for name in graph.inputs}
-    return _cut(graph, given, attention)
-
-
-def _cut(graph: Graph, given: Mapping[str, Type], attention: Container[str]) -> dict[str, Type]:
-    current = dict(given)
+    current: dict[str, Type] = {name: S(0) if name in inputs else R for name in graph.inputs}
     for node in graph.nodes:
-        if node.name in attention:
-            query = node.operands[0]
-            if current.get(query) == S(len(graph.tensors[query].shape) - 2):
-                current[node.results[0]] = current[query]
-            continue
         found = _best_rule(graph, node, [current.get(name, R) for name in node.operands], 1)
         if found is not None:
             current.update((name, placement[0]) for name, placement in zip(node.results, found.results, strict=True))

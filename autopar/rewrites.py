@@ -32,6 +32,7 @@ from autopar.substitute import (
     load_rules,
     placing,
     replayed,
+    rows,
     sequences,
     substituted,
 )
@@ -177,8 +178,8 @@ def under_routing(
 
 def _replayed(graph: Graph, steps: tuple[Substitution, ...]) -> Graph:
     told = {
-        RULE: without_masks, sequences.RULE: sequences.with_sequences, sequences.RING_RULE: sequences.with_rings,
-        sequences.GATHER_RULE: sequences.with_gathers,
+        RULE: without_masks, rows.RULE: rows.with_rows, sequences.RULE: sequences.with_sequences,
+        sequences.RING_RULE: sequences.with_rings, sequences.GATHER_RULE: sequences.with_gathers,
         exchanges.RULE: exchanges.in_chunks, exchanges.LOAD_RULE: exchanges.by_load,
     }  # fmt: skip
     for step in steps:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol, get_args
 
 from autopar.errors import MeshError, PlanError
-from autopar.expert_parallel import expert_axes, expert_constraints, others_on
+from autopar.expert_parallel import expert_axes, expert_constraints, expert_parameters, others_on, patterns
 from autopar.ir.constraint import Constraint, Context
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
-from autopar.ir.placement import S, Type
+from autopar.ir.placement import S, Type, chunk_length
 from autopar.ir.schedule import PLAIN, SCHEDULES
 from autopar.ir.structure import batch_inputs
-from autopar.microbatch import sequence_types
-from autopar.ops.table import operator
+from autopar.positions import attending, attention_nodes, sequence_types
 from autopar.zero import KINDS, KINDS_TEXT, joined, recomputable
 
 DATA = ("dp", "hsdp", "ep_nodes", "ep")
@@ -144,7 +144,8 @@ def template_constraints(
         found += others_on(graph, whole) if data in sharing else whole
         found += [Constraint(name, (str(type_),), what="tensor", axis=data, soft=True) for name, type_ in batch.items()]
     if "cp" in names:
-        found += _context_constraints(graph, zero, sequence or {}, context, "cp" in sharing)
+        size = next(axis.size for axis in axes if axis.name == "cp")
+        found += _context_constraints(graph, size, zero, sequence or {}, context, "cp" in sharing)
     if "tp" in names:
         found += [
             Constraint("*", ("R",), what="input", axis="tp"),
@@ -161,10 +162,10 @@ def template_constraints(
 
 
 def _context_constraints(
-    graph: Graph, zero: int, sequence: Mapping[str, Type], context: str, shares: bool
+    graph: Graph, size: int, zero: int, sequence: Mapping[str, Type], context: str, shares: bool
 ) -> list[Constraint]:
-    """Those on cp. Inputs are whole, and cut where they are read: labels are moved by a position before. shares: its
-    ranks share the experts."""
+    """Those on cp, of so many ranks. Inputs are whole, and cut where they are read: labels are moved by a position
+    before. shares: its ranks share the experts."""
     whole = [
         Constraint("*", ("R",), what="used", axis="cp", min_dims=2),
         Constraint("*", ("R", "P"), what="used", axis="cp"),
@@ -172,23 +173,42 @@ def _context_constraints(
             "*", ("S",) if zero else ("I", "R"), what="stored", axis="cp", soft=zero > 0, zero=zero if zero else None
         ),
     ]
-    found = [Constraint("*", ("R",), what="input", axis="cp"), *(others_on(graph, whole) if shares else whole)]
-    attending = {node.results[0] for node in attention_nodes(graph)}
-    for name, type_ in sequence.items():
-        is_split = name in attending
-        dim = S(len(graph.tensors[name].shape) - 3) if is_split and context == "heads" else type_
-        found.append(Constraint(name, (str(dim),), what="tensor", axis="cp", soft=not is_split))
+    read = {graph.stored_by_tensor[name].name: t for name, t in sequence.items() if name in graph.stored_by_tensor}
+    experts = expert_parameters(graph) if shares else set[str]()
+    found = [Constraint("*", ("R",), what="input", axis="cp"), *_but_for(graph, whole[:2], experts.union(read))]
+    found += _but_for(graph, whole[2:], experts)
+    found += [Constraint(name, ("R", "P", str(type_)), what="used", axis="cp") for name, type_ in read.items()]
+    fused = {one.result for one in attending(graph) if not one.weights}
+    types = {**sequence, **(_heads(graph, size) if context == "heads" else {})}
+    for name in (name for name in sequence if name not in graph.stored_by_tensor):
+        found.append(Constraint(name, (str(types[name]),), what="tensor", axis="cp", soft=name not in fused))
+    return found
+
+
+def _but_for(graph: Graph, rules: Sequence[Constraint], some: Collection[str]) -> list[Constraint]:
+    """Rules about all that is stored, for what is not among some."""
+    if not some:
+        return [*rules]
+    names = [item.name for item in graph.stored if item.name not in some]
+    return [replace(rule, pattern=pattern) for rule in rules for pattern in patterns(names, sorted(some))]
+
+
+def _heads(graph: Graph, cp: int) -> dict[str, Type]:
+    """Of all attention that can be split by heads, how its results are."""
+    found = dict[str, Type]()
+    for one in attending(graph):
+        shapes = {name: graph.tensors[name].shape for name in (one.result, *one.weights)}
+        least = min(len(shape) for shape in shapes.values())
+        if least > 2 + bool(one.weights) and one.has_heads and _has_parts(shapes[one.result][-3], cp):
+            found.update((name, S(len(shape) - 3)) for name, shape in shapes.items())
     return found
 
 
 def longest_sequence(graph: Graph) -> int:
-    """The most queries that one sample has in an attention operator."""
-    return max((graph.tensors[node.operands[0]].shape[-2] for node in attention_nodes(graph)), default=0)
-
-
-def attention_nodes(graph: Graph) -> list[Node]:
-    """The operators of a graph that attend."""
-    return [node for node in graph.nodes if operator(node.op).work.family == "attention"]
+    """The most queries that one sample has in attention."""
+    fused = [graph.tensors[node.operands[0]].shape[-2] for node in attention_nodes(graph)]
+    by_hand = [graph.tensors[one.query].shape[one.query_type.dim] for one in attending(graph) if one.weights]
+    return max((*fused, *by_hand), default=0)
 
 
 class SomeBlocks(Protocol):
@@ -202,25 +222,39 @@ def positions(graph: Graph, blocks: SomeBlocks, cp: int) -> dict[str, Type]:
     PlanError where they cannot be."""
     if cp == 1:
         return {}
-    made = sequence_types(graph, {node.name for node in attention_nodes(graph)})
+    made = {name: type_ for name, type_ in sequence_types(graph).items() if _is_cut(graph, name, type_, cp)}
     _check_sequences(graph, made, cp)
     return {name: type_ for name, type_ in made.items() if blocks.representative_tensor(name) == name}
 
 
+def _is_cut(graph: Graph, name: str, type_: Type, cp: int) -> bool:
+    return type_.kind == "P" or _has_parts(graph.tensors[name].shape[type_.dim], cp)
+
+
+def _has_parts(length: int, cp: int) -> bool:
+    """Whether none of so many ranks is left without a row."""
+    return chunk_length(length, cp, cp - 1) > 0
+
+
 def _check_sequences(graph: Graph, sequence: Mapping[str, Type], cp: int) -> None:
-    """That there is attention, all of it over positions of inputs. Raises PlanError, with node and source line."""
+    """That there is attention which positions can split. Raises PlanError, with node and source line."""
+    if any(sequence.get(one.result) == one.result_type for one in attending(graph)):
+        return
     nodes = attention_nodes(graph)
     if not nodes:
         raise PlanError(
-            f"expected attention operators (torch.nn.functional.scaled_dot_product_attention) with cp={cp}, found "
-            "none; with dropout of its weights, attention is several operators. Use an attention dropout of 0, and of "
-            'Hugging Face\'s models attn_implementation="sdpa"; or cp=1 with dp or tp.'
+            f"expected attention with cp={cp} (torch.nn.functional.scaled_dot_product_attention, or a softmax between "
+            "two products of activations), found none; use cp=1 with dp or tp."
         )
-    for node in nodes:
-        own = sequence.get(node.results[0])
-        if own is None or own.kind != "S":
-            raise PlanError(
-                f"expected attention over positions of an input with cp={cp}, found queries that do not follow dim 1 "
-                f"of an input in {node.name} ({node.op}) at {node.source or 'an unknown line'}. Give forward its "
-                "sequence as dim 1 of an input, or use cp=1 with dp or tp."
-            )
+    longest, node = longest_sequence(graph), nodes[0]
+    where = f"{node.name} ({node.op}) at {node.source or 'an unknown line'}"
+    if not _has_parts(longest, cp):
+        raise PlanError(
+            f"expected sequences long enough for cp={cp}, of which each rank gets a part, found {longest} positions at "
+            f"most, in {where}; use fewer ranks for cp"
+        )
+    raise PlanError(
+        f"expected attention whose queries can be split with cp={cp}, found none, as in {where}: it is causal over "
+        "other keys than queries, or drops of its weights. Give it as many keys as queries, or a mask instead, and an "
+        "attention dropout of 0; or use cp=1 with dp or tp."
+    )

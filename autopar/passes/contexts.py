@@ -20,6 +20,7 @@ from autopar.interop.submeshes import divisors
 from autopar.ir.graph import Graph
 from autopar.ir.structure import batch_inputs
 from autopar.passes.template import is_open
+from autopar.positions import attending
 from autopar.substitute import GraphCandidate, sequences
 from autopar.template import longest_sequence, template_axes
 from autopar.tunables import ALIKE, BOUND_SEQUENCE, FEW_DEVICES, LONG_SEQUENCE
@@ -37,7 +38,7 @@ def contexts(front: Front, context: Context) -> Iterator[Candidate]:
     if pinned or longest_sequence(given) >= LONG_SEQUENCE:
         if is_open(context.request):
             yield from _Templates(front, context, pinned).found()
-    elif _is_bound(front, context) and sequences.over_rings(given):
+    elif _is_bound(front, context) and (sequences.over_rings(given) or attending(given)):
         graph, steps = for_sequences(given)
         graph, ways = by_price(graph, context.request)
         yield Candidate(GraphCandidate(graph, (*steps, *ways), 0))

@@ -1,7 +1,8 @@
 """Plans a model's step, runs it on all ranks, and compares three SGD steps with the eager model.
 
 Compared: the loss and its equality over ranks, each gradient, the clipped norm, all parameters and buffers at the end,
-that planning left model and inputs as they were. In float64, to 1e-6 (the norm is float32).
+that planning left model and inputs as they were. In float64, to 1e-6 (the norm is float32); of models that hold
+float32, to 1e-4.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tests.random_programs.world import thread_world
 from tests.traced import traced_once
 
 STEPS = 3
-TOLERANCE = 1e-6
+TOLERANCE, SINGLE_TOLERANCE = 1e-6, 1e-4
 RATE, MOMENTUM, MAX_NORM = 0.05, 0.9, 1.0
 WORLD = 2
 EQUAL, REFUSED, WRONG, CRASHED = "equal", "refused", "WRONG", "crashed"
@@ -187,7 +188,7 @@ def _trained(made: nn.Module, module: ModuleType, is_random: bool) -> Record:
     if isinstance(module.loss, nn.Module):
         whole["loss_fn"] = module.loss
     optimizer = torch.optim.SGD(whole.parameters(), lr=RATE, momentum=MOMENTUM)
-    steps, there = [], {name for name, _ in whole.named_buffers(remove_duplicate=False)}
+    steps, began = [], {n: b.detach().clone() for n, b in whole.named_buffers(remove_duplicate=False)}
     for _ in range(STEPS):
         optimizer.zero_grad()
         with rt.reference_dropout() if is_random else _nothing():
@@ -197,9 +198,11 @@ def _trained(made: nn.Module, module: ModuleType, is_random: bool) -> Record:
         norm = nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM)
         optimizer.step()
         steps.append((loss.detach().clone(), gradients, norm.detach().clone()))
-    there |= whole.state_dict().keys()  # not caches that forward fills and no checkpoint has
-    named = whole.named_buffers(remove_duplicate=False)
-    buffers = {_public(name): buffer for name, buffer in named if name in there}
+    named, kept = dict(whole.named_buffers(remove_duplicate=False)), whole.state_dict().keys()
+    changed = {name for name, old in began.items() if name in named and not _same(old, named[name])}
+    buffers = {  # not what no checkpoint has: caches that forward fills, constants that it may not even read
+        _public(name): buffer for name, buffer in named.items() if name in kept or name in changed
+    }
     state = {name: value.detach().clone() for name, value in (_parameters(whole) | buffers).items()}
     return Record(tuple(steps), state)
 
@@ -360,7 +363,8 @@ def _near(one: Tensor, other: Tensor, scale: float) -> bool:
     difference = one.to(other.dtype) - other
     if one.isnan().any():
         return torch.equal(one.isnan(), other.isnan())
-    return _norm(difference) <= TOLERANCE * scale + 1e-12
+    tolerance = SINGLE_TOLERANCE if one.dtype == torch.float32 else TOLERANCE
+    return _norm(difference) <= tolerance * scale + 1e-12
 
 
 def _short(value: Tensor) -> str:

@@ -1,7 +1,7 @@
 """Each listed line alone under each plan of its kind: python -m tests.constructs.listed [--kind routing] [TEXT …]
 
-Of `positions`, plans that split sequences; of `routings`, plans whose ranks share experts. What is wrong or crashes is
-printed whole, what is refused in one line. Ends with 1 when a case was wrong or crashed.
+Of `positions` and `families`, plans that split sequences; of `routings`, plans whose ranks share experts. What is wrong
+or crashes is printed whole, what is refused in one line. Ends with 1 when a case was wrong or crashed.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from tests.constructs import positions, routings
+from tests.constructs import families, positions, routings
 from tests.constructs.check import CRASHED, REFUSED, WRONG, Verdict, judged
 from tests.constructs.written import Written
 
 WHOLE = ("tp", "sequence", "zero3", "stages")
 PLANS = {
     "position": ("gather", "ring", "heads", "ring zero3", *WHOLE[1:]),
+    "family": ("gather", "ring", "heads", "ring zero3"),
     "routing": ("exchange", "exchange in chunks", "exchange of microbatches", *WHOLE),
 }
-LISTED = {"position": positions.CASES, "routing": routings.CASES}
+LISTED = {"position": positions.CASES, "family": families.CASES, "routing": routings.CASES}
+EVERY = {"position": 11, "family": 20, "routing": 11}
+"""How many models stand for each that is run with the suite."""
 Listed = tuple[Written, str]
 """A model, and the plan that it is run in."""
 
@@ -30,12 +33,12 @@ def all_cases(kinds: Sequence[str] = tuple(LISTED)) -> list[Listed]:
     return [(model, plan) for kind in kinds for model in LISTED[kind] for plan in PLANS[kind]]
 
 
-def in_turn(every: int) -> list[Listed]:
-    """Every so many models, each in one plan, the plans in turn."""
+def in_turn() -> list[Listed]:
+    """Every so many models of a kind, each in one plan, the plans in turn."""
     return [
         (model, PLANS[kind][number % len(PLANS[kind])])
         for kind, models in LISTED.items()
-        for number, model in enumerate(models[::every])
+        for number, model in enumerate(models[:: EVERY[kind]])
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.constructs.written import Written, written
 
 TEXT = """\
@@ -398,6 +400,171 @@ CASES = (
         loss=(
             "acc = (z.argmax(-1) == y).float().mean()\n"
             "loss = F.cross_entropy(z.transpose(1, 2), y) * (1 + acc.detach())"
+        ),
+    ),
+    _with(
+        "a table of positions",
+        init_model="self.table = nn.Parameter(torch.randn(1, T, D) / 9)",
+        first="h = h + self.table",
+    ),
+    _with(
+        "a longer table",
+        init_model="self.table = nn.Parameter(torch.randn(2 * T, D) / 9)",
+        first="h = h + self.table[: h.size(1)]",
+    ),
+    _with(
+        "by hand under a buffer",
+        init="self.register_buffer('seen', torch.ones(2 * T, 2 * T, dtype=torch.bool).tril()[None, None])",
+        attend=(
+            "w = q @ k.transpose(-1, -2) / 2\n"
+            "w = torch.where(self.seen[:, :, : q.size(2), : k.size(2)], w, torch.finfo(w.dtype).min)\n"
+            "return w.softmax(-1) @ v"
+        ),
+    ),
+    _with("by hand without a mask", attend="return (q @ k.transpose(-1, -2)).softmax(-1) @ v"),
+    _with(
+        "by hand of batches of matrices",
+        attend=(
+            "f = lambda x: x.flatten(0, 1)\n"
+            "b = torch.arange(T).to(q).view(1, 1, T).expand(B * H, 1, T) / T\n"
+            "w = torch.baddbmm(b, f(q), f(k).transpose(1, 2), beta=1.0, alpha=0.5).view(B, H, T, T)\n"
+            "w = w.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float('-inf')).softmax(-1)\n"
+            "return torch.bmm(w.view(B * H, T, T), f(v)).view(q.shape)"
+        ),
+    ),
+    _with(
+        "by hand of einsums",
+        attend=(
+            "w = torch.einsum('bhqd,bhkd->bhqk', q, k) / 2\n"
+            "w = w.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float('-inf')).softmax(-1)\n"
+            "return torch.einsum('bhqk,bhkd->bqhd', w, v).transpose(1, 2)"
+        ),
+    ),
+    _with("by hand, keys first", attend="return (k @ q.transpose(-1, -2)).softmax(-2).transpose(-1, -2) @ v"),
+    _with("by hand over queries", attend="return (q @ k.transpose(-1, -2)).softmax(-2) @ v"),
+    _with(
+        "by hand with a learned bias",
+        init="self.bias = nn.Parameter(torch.randn(H, T, T) / 9)",
+        attend="return (q @ k.transpose(-1, -2) + self.bias).softmax(-1) @ v",
+    ),
+    _with(
+        "by hand with a sink",
+        init="self.sink = nn.Parameter(torch.randn(H))",
+        attend=(
+            "w = 5 * torch.tanh(q @ k.transpose(-1, -2) / 5)\n"
+            "w = w + torch.full((T, T), float('-inf')).to(w).triu(1)\n"
+            "w = torch.cat([w, self.sink.view(1, H, 1, 1).expand(B, -1, T, 1)], -1)\n"
+            "return (w - w.max(-1, keepdim=True)[0]).softmax(-1)[..., :-1] @ v"
+        ),
+    ),
+    _with(
+        "by hand with heads that talk",
+        init="self.mix = nn.Linear(H, H)",
+        attend=(
+            "w = self.mix((q @ k.transpose(-1, -2)).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)\n"
+            "return torch.einsum('hg,bgqk->bhqk', self.mix.weight, w.softmax(-1)) @ v"
+        ),
+    ),
+    _with(
+        "by hand without a softmax",
+        attend=("w = (q @ k.transpose(-1, -2)).sigmoid().tril()\nreturn w @ v / w.sum(-1, keepdim=True)"),
+    ),
+    _with(
+        "by hand to the first half",
+        attend="return (q @ k[:, :, : T // 2].transpose(-1, -2)).softmax(-1) @ v[:, :, : T // 2]",
+    ),
+    _with("linear attention", attend="return q.softmax(-1) @ (k.softmax(-2).transpose(-1, -2) @ v)"),
+    replace(
+        _with(
+            "by hand with dropped weights",
+            attend=(
+                "w = (q @ k.transpose(-1, -2)).masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float('-inf'))\n"
+                "return F.dropout(w.softmax(-1), 0.3) @ v"
+            ),
+        ),
+        is_random=True,
+    ),
+    replace(
+        _with(
+            "dropped weights",
+            attend="return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.3)",
+        ),
+        is_random=True,
+    ),
+    replace(
+        _with("flattened and dropped", forward="h = h + F.dropout(h.view(-1, D), 0.3).view(h.shape).sin()"),
+        is_random=True,
+    ),
+    _with(
+        "flattened products",
+        init="self.matrix, self.bias = nn.Parameter(torch.randn(D, D) / 4), nn.Parameter(torch.randn(D))",
+        forward=(
+            "a = torch.addmm(self.bias, h.view(-1, h.size(-1)), self.matrix)\n"
+            "h = h + torch.mm(a.relu(), self.matrix).view(h.shape)"
+        ),
+    ),
+    _with(
+        "queries of flattened rows",
+        init="self.matrix, self.bias = nn.Parameter(torch.eye(8) + 0.1), nn.Parameter(torch.randn(8))",
+        attend=(
+            "q = torch.addmm(self.bias[:4], q.reshape(-1, 4), self.matrix[:4, :4]).view(q.shape)\n"
+            "return F.scaled_dot_product_attention(q, k, v, is_causal=True)"
+        ),
+    ),
+    _with(
+        "flattened mean of squares",
+        forward="x = h.reshape(-1, D).tanh()\nextra = extra + x.square().mean() + x.amax()\nh = h + x.view(h.shape)",
+    ),
+    _with("flattened maximum", forward="x = h.reshape(-1, D).tanh()\nh = h + (x - x.amax(0)).view(h.shape)"),
+    _with("flattened sum of rows", forward="x = h.reshape(-1, D).tanh()\nh = h + (x * x.sum(0).sin()).view(h.shape)"),
+    _with(
+        "flattened batch norm",
+        forward="h = h + F.batch_norm(h.reshape(-1, D), None, None, training=True).view(h.shape)",
+    ),
+    _with(
+        "flattened and numbered",
+        forward="x = h.flatten(0, 1) * torch.arange(B * T).to(h)[:, None] / T\nh = h + x.unflatten(0, (B, T)).sin()",
+    ),
+    _with("flattened and reversed", forward="h = h + h.flatten(0, 1)[torch.arange(B * T).flip(0)].view(h.shape).sin()"),
+    _with("flattened cumsum", forward="h = h + h.flatten(0, 1).cumsum(0).view(h.shape).tanh()"),
+    _with("flattened softmax", forward="h = h + h.flatten(0, 1).softmax(0).view(h.shape) * T"),
+    _with("flattened softmax of each", forward="h = h + h.flatten(0, 1).softmax(1).view(h.shape) * T"),
+    _with(
+        "flattened in heads",
+        forward="x = h.flatten(0, 1).view(-1, H, D // H).transpose(1, 2).softmax(-1)\nh = h + x.reshape(h.shape)",
+    ),
+    _with(
+        "flattened and joined",
+        forward=(
+            "x = h.flatten(0, 1)\n"
+            "a, b = torch.cat([x, x.sin()], 1).split(D, 1)\n"
+            "h = h + (a * b + x.topk(2, 1)[0].sum(1, keepdim=True).expand(-1, D)).view(h.shape).tanh()"
+        ),
+    ),
+    _with("viewed with other samples", forward="h = h + h.flatten(0, 1).sin().view(2 * B, T // 2, D).view(h.shape)"),
+    _with(
+        "positions of other samples",
+        forward="x = h.flatten(0, 1).sin().view(2 * B, T // 2, D)\nh = h + x.softmax(1).view(h.shape)",
+    ),
+    _with(
+        "flattened to the end",
+        last="h = self.layers[0].norm(h.flatten(0, 1))",
+        loss="loss = F.cross_entropy(z, y.flatten())",
+    ),
+    _with(
+        "flattened losses of each",
+        loss=(
+            "l = F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction='none', ignore_index=-100)\n"
+            "loss = (l.view(y.shape) * torch.arange(T).to(l)).sum() / (y >= 0).sum()"
+        ),
+        batch="y[:, ::3] = -100",
+    ),
+    _with(
+        "flattened losses, weighed",
+        loss=(
+            "l = F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction='none')\n"
+            "w = (x.flatten() % 3).to(l)\n"
+            "loss = (l * w).sum() / w.sum()"
         ),
     ),
 )

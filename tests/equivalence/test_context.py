@@ -30,7 +30,7 @@ from autopar.trace import trace
 from autopar.tunables import BOUND_SEQUENCE, LONG_SEQUENCE
 from models import gpt, llama
 from tests.equivalence import pipelines
-from tests.equivalence.hard import Tensors, assert_equal, template
+from tests.equivalence.hard import Tensors, assert_equal, operands_of, template
 from tests.equivalence.hard_jobs import saved_bytes, saved_on_rank
 from tests.rank_pool import pool
 
@@ -126,25 +126,41 @@ def test_a_rank_without_a_sample_head_or_query_computes_nothing(shape: tuple[int
 
 
 class Images(nn.Module):
-    """Attention over what comes of no dim of an input by itself, or with dropout of its weights."""
+    """Attention over what comes of no dim of an input by itself, after a class token; to some keys where these are
+    fewer; by a lone position where there is one."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, keys: int | None = None) -> None:
         super().__init__()
-        self.project, self.dropout = nn.Linear(8, 24), dropout
+        self.project, self.keys = nn.Linear(8, 24), keys
+        self.token, self.table = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.randn(17, 8))
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 4:
-            x = x.flatten(2).transpose(1, 2)
-        query, key, value = self.project(x).chunk(3, -1)
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout).square().mean()
+            x = torch.cat([self.token.expand(len(x), -1, -1), x.flatten(2).transpose(1, 2)], 1) + self.table
+        query, key, value = self.project(x).unflatten(-1, (3, 1, 8)).unbind(2)
+        query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+        few, is_causal = slice(self.keys), self.keys is not None
+        made = F.scaled_dot_product_attention(query, key[:, :, few], value[:, :, few], is_causal=is_causal)
+        return made.square().mean()
+
+
+@pytest.mark.parametrize("context", ["gather", "ring"])
+def test_positions_begin_where_queries_come_of_them(context: str) -> None:
+    """17 on two ranks: 9 and 8. The table that is added to them is read by position."""
+    torch.manual_seed(0)
+    model, batch = Images(), {"x": torch.randn(2, 8, 4, 4)}
+    program = template(model, batch, cp=2, context=context)
+    (added,) = (one for one in operands_of(program, "aten.add.Tensor") if "S(0)" in one)
+    assert added == ["S(1)", "S(0)"]
+    assert_equal(model, batch, program)
 
 
 @pytest.mark.parametrize(
     ("model", "shape", "options", "said"),
     [
-        (Images(), (2, 8, 4, 4), {}, "queries that do not follow dim 1"),
-        (nn.Linear(4, 4), (2, 8, 4), {}, "expected attention operators"),
-        (Images(dropout=0.1), (2, 8, 8), {}, "Use an attention dropout of 0"),
+        (Images(keys=3), (2, 8, 8), {}, "as many keys as queries"),
+        (Images(), (2, 1, 8), {}, "fewer ranks for cp"),
+        (nn.Linear(4, 4), (2, 8, 4), {}, "expected attention with cp=2"),
         (Images(), (2, 8, 8), {"context": "circle"}, "expected context as one of gather, ring, heads"),
     ],
 )
