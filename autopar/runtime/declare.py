@@ -241,6 +241,7 @@ class Program(Block):
     TIED: ClassVar[Mapping[str, str]] = {}  # further names of a parameter: {"lm_head.weight": "wte.weight"}
     LOSS_INDEX: ClassVar[int] = 0  # which output is the loss, where forward returns several
     OTHERS: ClassVar[tuple[type[Program], ...]] = ()  # the same for inputs of other shapes, of the same parameters
+    RAN: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # of a traced program, by module: what its statements are
 
     def prepare(self, microbatches: list[tuple[Tensor, ...]]) -> None:
         """Called before a step's first microbatch with the local inputs of all; override to count them."""
