@@ -3,7 +3,7 @@
     python -m benchmarks.loop.run [MODEL ...]
 
 For each model (module:config): the step as the host's profile predicts it, measured in a first run; the step as the
-profile predicts it that has learned from this run, held against a second run, which it has not seen. Writes a line each.
+profile predicts it that has learned from this run, held against a second run, which it has not seen. A line each.
 A model that the profile had wrong by more than 10% is one whose first error says so: none is made wrong. On one rank a
 step is what it spends of a processor, so that others on the host do not count.
 """
