@@ -45,6 +45,8 @@ views.fill(
     {
         "audit": "autopar.auditing.text:audit_text",
         "text": "autopar.show.text:plan_text",
+        "compare": "autopar.observed.comparison:compare",
+        "comparison": "autopar.show.comparison:comparison_text",
         "difference": "autopar.show.text:diff_text",
         "explanation": "autopar.show.explain:explain_text",
         "tables": "autopar.show.tables:plan_tables",

@@ -1,4 +1,4 @@
-"""The `autopar` command: plan, show, explain, diff, report, simulate, emit, run, verify, profile and audit."""
+"""The `autopar` command: plan, show, explain, diff, report, simulate, emit, run, compare, verify, profile and audit."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.naming import printable
 from autopar.ir.plan import Plan
 from autopar.ir.routing import Routing
+from autopar.observed.kineto import read_traces
+from autopar.observed.learning import MOST_LESSONS, learned
 from autopar.pipeline import parallelize, played, template_plan, verify, with_timeline
 from autopar.profiler import MEASURE_GPU, load_profile, measure_profile
 from autopar.profiler.linked import read_links, with_measured_links
@@ -127,7 +129,11 @@ def _measuring(commands: Any) -> None:
     )
     profile.add_argument("--gpu", type=Path, metavar="FOLDER", help="measure this host's GPU, into tables for --from")
     profile.add_argument("--like", default="", metavar="GPU", help="the GPU of those tables that --into resembles")
-    profile.add_argument("--into", metavar="PROFILE", help="the profile that collectives are put into, written to -o")
+    profile.add_argument("--into", metavar="PROFILE", help="the profile that is copied with what was found, into -o")
+    profile.add_argument(
+        "--from-trace", type=Path, metavar="TRACES",
+        help="what autopar run --trace has seen, put into a copy of the profile that was planned with (or --into)",
+    )  # fmt: skip
 
 
 def _planning(commands: Any) -> None:
@@ -175,6 +181,16 @@ def _reading(commands: Any) -> None:
     _model(report, optional="; with it the page has the timeline, memory over time and traffic by axis")
     report.add_argument("-o", "--output", type=Path, default=Path("plan.html"))
     report.add_argument("--compare", type=Path, metavar="OTHER", help="another plan of the model, beside the first")
+    report.add_argument(
+        "--trace", type=Path, metavar="TRACES", help="also what autopar run --trace has seen, beside it"
+    )
+    compare = _command(
+        commands, "compare", _compare, "what was predicted of a step beside what autopar run --trace saw"
+    )
+    compare.add_argument("plan", type=Path)
+    compare.add_argument("traces", type=Path, help="the folder of traces, or one rank's file")
+    _model(compare, optional="; with it the step is predicted anew, by the profile as it is now")
+    compare.add_argument("-o", "--output", type=Path, help="also a page")
 
 
 def _with_model(commands: Any) -> None:
@@ -189,6 +205,9 @@ def _with_model(commands: Any) -> None:
         command.add_argument("plan", type=Path)
         if name in ("emit", "run"):
             command.add_argument("-o", "--output", type=Path, default=Path("out"))
+        if name == "run":
+            command.add_argument("--trace", type=Path, metavar="TRACES", help="trace the steps, for autopar compare")
+            command.add_argument("--steps", type=int, default=8, help="of --trace")
         if name == "simulate":
             command.add_argument("--trace", type=Path, help="also write the timeline, to open in Perfetto")
 
@@ -385,8 +404,19 @@ def _report(options: argparse.Namespace) -> int:
     if options.model:
         model, inputs = load_model(options.model, options.meta)
         plans = [with_timeline(plan, model, inputs) for plan in plans]
-    plans[0].report(options.output, *plans[1:])
+    plans[0].report(options.output, *plans[1:], trace=options.trace)
     print(f"written to {options.output}; open it in a browser")
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    plan = Plan.load(options.plan)
+    if options.model:
+        plan = with_timeline(plan, *load_model(options.model, options.meta))
+    print(plan.compare(options.traces))
+    if options.output:
+        plan.report(options.output, trace=options.traces)
+        print(f"written to {options.output}; open it in a browser")
     return 0
 
 
@@ -418,7 +448,9 @@ def _simulate(options: argparse.Namespace) -> int:
 def _emit(options: argparse.Namespace) -> int:
     plan = Plan.load(options.plan)
     model, inputs = load_model(options.model, options.meta)
-    folder = parallelize(model, plan.mesh, inputs, mode=plan.mode, plan=plan).save(options.output)
+    program = parallelize(model, plan.mesh, inputs, mode=plan.mode, plan=plan)
+    is_traced = getattr(options, "trace", None) is not None
+    folder = program.save_traced(options.output) if is_traced else program.save(options.output)
     nodes = f"--nnodes {plan.mesh.nodes} " if plan.mesh.nodes > 1 else ""
     print(f"torchrun {nodes}--nproc-per-node {plan.mesh.devices_per_node} {folder / script_name(plan)}")
     return 0
@@ -436,7 +468,14 @@ def _run(options: argparse.Namespace) -> int:
     found_here = str(Path(__file__).parents[1])  # the ranks import this autopar, also from a checkout
     paths = [found_here, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run([*command, str(options.output / script_name(plan))], env=environment, check=False).returncode
+    started = [str(options.output / script_name(plan))]
+    if options.trace:
+        started = ["-m", "autopar.runtime.recording", str(options.output), "--into", str(options.trace)]
+        started += ["--steps", str(max(1, options.steps))]
+    status = subprocess.run([*command, *started], env=environment, check=False).returncode
+    if options.trace and not status:
+        print(f"autopar compare {options.plan} {options.trace}")
+    return status
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -450,6 +489,8 @@ def _verify(options: argparse.Namespace) -> int:
 def _profile(options: argparse.Namespace) -> int:
     if options.routing:
         return _profile_routing(options)
+    if options.from_trace:
+        return _profile_from_trace(options)
     if options.folder:
         return _profile_from(options)
     if options.collectives or options.links:
@@ -465,6 +506,28 @@ def _profile(options: argparse.Namespace) -> int:
         print(f"  {link.level.ljust(11)} {link.bandwidth / 1e9:.3g} GB/s, {link.alpha_ns / 1e3:.3g} µs a message")
     name = path if options.output else "cpu"
     print(f"written to {path}; plan with it: --mesh {name}:4")
+    return 0
+
+
+def _profile_from_trace(options: argparse.Namespace) -> int:
+    """The profile with what a run has shown; plans that are made with it are predicted so."""
+    if options.output is None:
+        raise PlanError("expected -o FILE for the profile with what was seen, found none; take -o seen.json")
+    traces = read_traces(options.from_trace)
+    names = set(traces[0].expected["profiles"])
+    if not options.into and len(names) > 1:
+        raise PlanError(
+            f"expected a run on devices of one kind, or --into one of {', '.join(sorted(names))}, found none"
+        )
+    found = learned(load_profile(options.into or names.pop()), traces, date.today().isoformat())
+    options.output.write_text(json.dumps(profile_to_json(found.profile), indent=1) + "\n")
+    for lesson in found.lessons[:MOST_LESSONS]:
+        print(f"  {lesson}")
+    seen = found.profile.seen
+    print(
+        f"written to {options.output}, with {len(seen.calls)} calls, {len(seen.collectives)} collectives and "
+        f"{len(seen.updates)} updates as they were seen; plan with it: --mesh {options.output}:N"
+    )
     return 0
 
 

@@ -11,6 +11,10 @@ class TraceError(AutoparError, ValueError):
     """The model cannot be captured as one graph; names the user's source line."""
 
 
+class TraceFileError(AutoparError, ValueError):
+    """A profiler's trace cannot be read, or is that of another program than the plan's."""
+
+
 class RuleError(AutoparError, ValueError):
     """A sharding rule is ill-formed, or does not fit the operator it is registered for."""
 

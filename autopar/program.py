@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import itertools
+import json
 import math
 import os
 import shutil
@@ -19,13 +20,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autopar.cost.compute import flops
-from autopar.emit import StepFigures, script, script_name
+from autopar.emit import StepFigures, emit, script, script_name
+from autopar.errors import PlanError
 from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
 from autopar.ir.placement import R, S
-from autopar.ir.plan import Plan, Stage
+from autopar.ir.plan import COMPILED, Plan, Stage
 from autopar.ir.writing import write_whole
+from autopar.observed.expected import expected
 from autopar.profiler import profiles_of
+from autopar.simulate import Timeline
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,6 +80,21 @@ class PlannedProgram:
             part = folder / "weights.pt.part"
             torch.save(dict(self._state), part)
             part.replace(folder / "weights.pt")
+        return folder
+
+    @faults_told()
+    def save_traced(self, folder: str | Path) -> Path:
+        """Writes what `save` does, and what `autopar.runtime.recording` traces: the program with its statements named,
+        and what is expected of them. Raises PlanError for a program whose blocks are compiled."""
+        if self.plan.runs == COMPILED:
+            raise PlanError(
+                "expected a program whose operators run one by one, found one of compiled blocks, in which no event "
+                "belongs to one statement; trace the plan of the program that is not compiled"
+            )
+        folder, timeline = self.save(folder), self.plan.timeline()
+        assert isinstance(timeline, Timeline), "the simulator's own"
+        write_whole(folder / "traced.py", emit(self._graph, self.plan, is_traced=True))
+        write_whole(folder / "expected.json", json.dumps(expected(self._graph, self.plan, timeline)))
         return folder
 
     @faults_told()

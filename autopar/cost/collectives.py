@@ -44,6 +44,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.cost.profile import ACROSS, INSIDE, LEVELS, CollectivePoints, Link, Profile, Waits, interpolate
+from autopar.cost.seen import Ratios, in_order, log_factor
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Axis, Placement, Shape
 from autopar.ir.redistribution import ItemSize, Step, apply, cheapest_path, transfer_bytes
@@ -102,6 +103,34 @@ def collective_time_ns(kind: str, num_bytes: int, axis: Axis, devices_per_node: 
     `kind`: all_reduce, all_gather, reduce_scatter, all_to_all, exchange (an all-to-all of sizes that are known when it
     runs), ring or send. Zero for no bytes or one rank.
     """
+    priced = priced_collective_ns(kind, num_bytes, axis, devices_per_node, profile)
+    if not (priced and profile.seen.collectives):
+        return priced
+    points = _seen_ratios(kind, axis, devices_per_node, profile)
+    return round(priced * math.exp(log_factor(points, math.log(num_bytes))))
+
+
+def _seen_ratios(kind: str, axis: Axis, devices_per_node: int, profile: Profile) -> Ratios:
+    """How much longer a collective along such an axis was seen to take than it is priced, by bytes (`cost.seen`)."""
+    key = kind, axis.size, ranks_within_node(axis, devices_per_node), profile.ranks_sharing
+    known = profile.seen_ratios.get((*key, devices_per_node))
+    if known is None:
+        own = [
+            item for item in profile.seen.collectives
+            if (item.collective, item.ranks, item.inside, item.ranks_sharing) == key
+        ]  # fmt: skip
+        prices = [priced_collective_ns(kind, item.num_bytes, axis, devices_per_node, profile) for item in own]
+        known = in_order(
+            (math.log(item.num_bytes), math.log(max(item.duration_ns, 1) / priced))
+            for item, priced in zip(own, prices, strict=True) if priced
+        )  # fmt: skip
+        profile.seen_ratios[*key, devices_per_node] = known
+    return known
+
+
+@lru_cache(maxsize=1 << 18)
+def priced_collective_ns(kind: str, num_bytes: int, axis: Axis, devices_per_node: int, profile: Profile) -> int:
+    """The same, whatever runs have shown."""
     kind = "all_to_all" if kind == "exchange" else kind
     if num_bytes <= 0 or axis.size <= 1:
         return 0

@@ -8,11 +8,13 @@ time = call_ns · gradients + max(Σ FLOPs · rate(shape), bytes / bandwidth) + 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from autopar.cost.kernels import Found, Kernels, backward_kernels, forward_kernels, found_in
 from autopar.cost.profile import OperatorCurve, Profile
+from autopar.cost.seen import Ratios, in_order, log_factor
 from autopar.ir.graph import DTYPE_BYTES, Node, Tensor
 from autopar.ir.placement import Shape
 from autopar.ops.table import operator
@@ -87,10 +89,23 @@ def optimizer_time_ns(num_bytes: int, num_tensors: int, num_kernels: int, sharde
     """Nanoseconds to read and write `num_bytes` of parameters, gradients and optimizer state.
 
     Each of the tensors costs what the profile measured a call to cost (`sharded`: they are DTensors), or launches.
+    Whole updates take as much longer as runs have shown.
     """
     runtime = profile.runtime
     calls = num_tensors * runtime.optimizer_ns[sharded] if runtime else num_kernels * profile.facts.launch_ns[0]
-    return _memory_ns(num_bytes, "optimizer", 0, profile) + calls
+    priced = _memory_ns(num_bytes, "optimizer", 0, profile) + calls
+    if not (profile.seen.updates and num_tensors and priced):
+        return priced
+    return round(priced * math.exp(log_factor(_update_ratios(profile), math.log(priced))))
+
+
+def _update_ratios(profile: Profile) -> Ratios:
+    if "updates" not in profile.seen_ratios:
+        own = [item for item in profile.seen.updates if item.ranks_sharing == profile.ranks_sharing and item.priced_ns]
+        profile.seen_ratios["updates"] = in_order(
+            (math.log(item.priced_ns), math.log(max(item.duration_ns, 1) / item.priced_ns)) for item in own
+        )
+    return profile.seen_ratios["updates"]
 
 
 def pointwise_time_ns(num_bytes: int, profile: Profile) -> int:
@@ -150,7 +165,41 @@ def _detail(node: Node) -> str:
 
 @lru_cache(maxsize=1 << 18)
 def call_time_ns(call: WorkKey, profile: Profile) -> tuple[int, int]:
-    """Nanoseconds (forward, backward) of a call."""
+    """Nanoseconds (forward, backward) of a call: as runs have shown (`cost.seen`), else as it is priced."""
+    priced = priced_call_ns(call, profile)
+    if not profile.seen.calls:
+        return priced
+    return _seen_ns(call, 0, priced[0], profile), _seen_ns(call, 1, priced[1], profile)
+
+
+def _seen_ns(call: WorkKey, direction: int, priced_ns: int, profile: Profile) -> int:
+    sharing = profile.ranks_sharing
+    exact = profile.seen.by_call.get((call, sharing))
+    spent = exact.spent_ns[direction] if exact else None
+    if spent is not None and priced_ns:
+        return spent
+    key = call.op, call.dtype, sharing
+    if key not in profile.seen.alike or not priced_ns:
+        return priced_ns
+    return round(priced_ns * math.exp(log_factor(_ratios(key, direction, profile), math.log(priced_ns))))
+
+
+def _ratios(key: tuple[str, str, int], direction: int, profile: Profile) -> Ratios:
+    """How much longer calls of an operator were seen to take than they are priced, by their price."""
+    known = profile.seen_ratios.get((key, direction))
+    if known is None:
+        pairs = [
+            (priced_call_ns(item.call, profile)[direction], item.spent_ns[direction])
+            for item in profile.seen.alike[key]
+        ]
+        known = in_order((math.log(priced), math.log(spent / priced)) for priced, spent in pairs if priced and spent)
+        profile.seen_ratios[key, direction] = known
+    return known
+
+
+@lru_cache(maxsize=1 << 18)
+def priced_call_ns(call: WorkKey, profile: Profile) -> tuple[int, int]:
+    """Nanoseconds (forward, backward) of a call by curves and tables alone, whatever runs have shown."""
     kind = operator(call.op).work
     view_forward, view_backward = profile.facts.view_ns
     if kind is VIEW:

@@ -23,6 +23,7 @@ from autopar.cost.files import SCHEMA, profiles_folder
 from autopar.cost.provenance import Provenance as Provenance
 from autopar.cost.residuals import Residual as Residual
 from autopar.cost.residuals import residual_of
+from autopar.cost.seen import NOTHING_SEEN, Ratios, SeenRuns, seen_from_json, seen_to_json
 from autopar.cost.steps import WholeSteps as WholeSteps
 from autopar.cost.tables import Table as Table
 from autopar.cost.tables import read_tables, write_table
@@ -310,8 +311,14 @@ class Profile:
     steps: WholeSteps | None = None  # None: predictions of whole steps were not checked
     other_links: tuple[Link, ...] = ()  # of other networks
     residuals: tuple[Residual, ...] = ()  # (): predictions were not checked against measurements
+    seen: SeenRuns = NOTHING_SEEN  # what runs have shown to take otherwise
     ranks_sharing: int = 1  # ranks on one host that this profile is already slowed down for
     _shared: dict[int, Profile] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def seen_ratios(self) -> dict[Any, Ratios]:
+        """How much longer than priced runs have shown what to take, of what was asked for."""
+        return {}
 
     @property
     def usable_bytes(self) -> int:
@@ -403,11 +410,12 @@ class Profile:
         blocks |= {"/".join(map(str, ("waits", *key))): item.provenance for key, item in self.waits.items()}
         blocks |= {f"interference/{name}": item.provenance for name, item in self.interference.items()}
         blocks |= {"call": self.call.provenance} if self.call else {}
-        return {name: str(block) for name, block in blocks.items()}
+        found = {name: str(block) for name, block in blocks.items()}
+        return found | ({"seen": self.seen.provenance} if self.seen else {})
 
     def sources(self, families: Collection[str], levels: Collection[str]) -> dict[str, str]:
         """The source of each block that serves operators of these families and links of these levels."""
-        wanted = {"facts", "host", "memory", "steps"}
+        wanted = {"facts", "host", "memory", "steps", "seen"}
         wanted |= {f"operators/{self.curve(family).family}" for family in families}
         known = [table for table in self.tables.values() if table.family in families]
         wanted |= {f"tables/{table.name}" for table in known if self.tables.get(table.like or "") not in known}
@@ -496,6 +504,7 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         memory=DeviceMemory(**_fields(data["memory"])) if data.get("memory") else None,
         steps=WholeSteps(**_fields(data["steps"])) if data.get("steps") else None,
         residuals=tuple(Residual(**_fields(item)) for item in data.get("residuals", ())),
+        seen=seen_from_json(data["seen"]) if data.get("seen") else NOTHING_SEEN,
     )
     _check(profile, origin)
     return profile
@@ -520,6 +529,7 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "links": [asdict(link) for link in (*profile.links.values(), *profile.other_links)],
         "tables": [write_table(item) for item in profile.tables.values()],
         "residuals": [asdict(item) for item in profile.residuals],
+        **({"seen": seen_to_json(profile.seen)} if profile.seen else {}),
     }
 
 

@@ -15,6 +15,7 @@ from autopar.emit.literals import constant_text
 from autopar.emit.module import Module
 from autopar.emit.names import Names, attribute, class_name, escaped, is_number, keywords
 from autopar.emit.packed import pieces_text
+from autopar.emit.ranges import StatementRanges
 from autopar.emit.tree import Region
 from autopar.ir.branches import Home
 from autopar.ir.graph import IDENTITY, Graph, Node, Stored, Tensor
@@ -49,6 +50,7 @@ class Classes:
 
     texts: dict[tuple[str, str], str] = field(default_factory=dict)  # class of the model, body -> class name
     instances: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    is_traced: bool = False  # each statement names its event in a profiler's trace
 
     def add(self, key: tuple[str, str], path: str) -> None:
         """Notes a class at a module's path; a new one gets its name, or the first with a number that none has."""
@@ -64,6 +66,7 @@ class ClassWriter:
 
     def __init__(self, graph: Graph, stage: StagePlan, flat: Flat, classes: Classes) -> None:
         self.graph, self.stage, self.flat, self.classes = graph, stage, flat, classes
+        self.ranges = StatementRanges(graph, stage.axes) if classes.is_traced else None
         self.calls, self.again = CallWriter(graph, stage), ToldAgain(stage)
         self.planned: dict[str, list[Redistribute]] = defaultdict(list)  # by tensor
         for redistribute in stage.redistributes:
@@ -345,7 +348,12 @@ class ClassWriter:
         targets = ["_" if name is None else names.make(made[name], hint) for name in item.node.outputs]
         left = ", ".join(targets) + ("," if len(targets) == 1 and _returns_list(item) else "")
         notes = [note for note in (item.node.source, *self._sent_inside(item)) if note]
-        return f"{INDENT * 2}{left} = {call}" + (f"  # {'; '.join(map(escaped, notes))}" if notes else "")
+        line = f"{self._range(item, path)}{left} = {call}"
+        return f"{INDENT * 2}{line}" + (f"  # {'; '.join(map(escaped, notes))}" if notes else "")
+
+    def _range(self, item: Statement, path: str) -> str:
+        """Of a traced program, what names a statement's event, before it on its line."""
+        return self.ranges.opening(item, path) if self.ranges else ""
 
     def _sent_inside(self, item: Operate) -> list[str]:
         """What the operator itself communicates: "all_to_all 1,024 B" and so on, each collective once."""
@@ -380,7 +388,7 @@ class ClassWriter:
                 size = self._uneven_length(tensor, placement, step) + (", wait=False" if late else "")
                 text = f'redistribute({current}, {axis.name}, "{step.before} -> {step.after}"{size})'
             note = self._note(step.transfers, forward, backward, tensor.differentiable)
-            lines.append(f"{INDENT * 2}{name} = {text}{note}")
+            lines.append(f"{INDENT * 2}{self._range(item, path)}{name} = {text}{note}")
             current = name
             placement = (*placement[: step.axis], step.after, *placement[step.axis + 1 :])
         if not item.redistribute.steps:

@@ -52,15 +52,17 @@ _NOTHING: Mapping[str, float | None] = MappingProxyType({})
 
 @faults_told()
 def emit(
-    graph: Graph, plan: Plan, others: Sequence[tuple[Graph, Plan]] = (), filling: Mapping[str, float | None] = _NOTHING
-) -> str:
+    graph: Graph, plan: Plan, others: Sequence[tuple[Graph, Plan]] = (),
+    filling: Mapping[str, float | None] = _NOTHING, *, is_traced: bool = False,
+) -> str:  # fmt: skip
     """The program's source; it imports torch, `autopar.runtime`, and what defines the model's own operators.
 
     graph: of the step. others: of steps of other shapes, under the same placements. filling: by input, the value of
     rows that short batches are filled up with, None for the first row's. The plans must have been verified.
+    is_traced: whether each statement names its event in a profiler's trace (`runtime.tracing`).
     Raises PlanError for what cannot be emitted.
     """
-    classes = Classes()
+    classes = Classes(is_traced=is_traced)
     programs = _programs(graph, plan, classes, "")
     for number, other in enumerate(others, 1):
         programs += _programs(*other, classes, str(number))
@@ -226,6 +228,7 @@ def _methods(what: _Written) -> list[str]:
     remakes = [f"{INDENT}@rt.remaking"] if any(region.is_again for region in walk(root)) else []
     lines += ["", *remakes, f"{INDENT}def forward({signature}):"]
     lines += writer.axis_lines(body, [axis.name for axis in stage.axes if axis.name != MICROBATCH])
+    lines[:0] = writer.ranges.declaration(INDENT) if writer.ranges else []
     outputs, leaving = ([writer.read(value, "", body_names) for value in v] for v in (flat.outputs, flat.leaving))
     is_stage = not what.name.startswith("Program")
     returned = f"({_tuple(outputs)}), ({_tuple(leaving)})" if is_stage else ", ".join(outputs)

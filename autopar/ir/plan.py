@@ -266,6 +266,20 @@ class PlanTimeline(Protocol):
         """The timeline as plain data that a page draws (`autopar.show.picture`)."""
 
 
+class PlanComparison(Protocol):
+    """What `Plan.compare` returns, as far as a plan knows of it (`autopar.observed.comparison.StepComparison`)."""
+
+    @property
+    def predicted_ns(self) -> int: ...
+
+    @property
+    def measured_ns(self) -> int: ...
+
+    @property
+    def error(self) -> float:
+        """The prediction over what was measured, less 1."""
+
+
 @dataclass(frozen=True)
 class Substitution:
     """A rewrite of the model's graph into an equal one, made before anything was placed (`autopar.substitute`).
@@ -468,14 +482,25 @@ class Plan:
         return text
 
     @faults_told()
-    def report(self, path: str | Path, compare: Plan | None = None) -> None:
+    def compare(self, trace: str | Path) -> PlanComparison:
+        """What was predicted of a step beside what ran: by module and source line, and what was wrong. It prints.
+
+        trace: the folder that `autopar run --trace` has written, or one rank's file of it. Raises TraceFileError for
+        one of another plan.
+        """
+        found: PlanComparison = view("compare")(self, trace)
+        return found
+
+    @faults_told()
+    def report(self, path: str | Path, compare: Plan | None = None, *, trace: str | Path | None = None) -> None:
         """Writes one self-contained HTML page that shows the plan, or two side by side, whole or not at all.
 
         The timeline, memory over time and traffic by axis are in it where the plan has its model's graph (`timeline`).
+        trace: as for `compare`; what ran is then beside what was predicted of this plan.
         """
         if compare is not None:
             _require(compare, "another plan to compare with")
-        view("report")(self, path, compare)
+        view("report")(self, path, compare, None if trace is None else self.compare(trace))
 
 
 def _require(value: Any, wanted: str) -> None:

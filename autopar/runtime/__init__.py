@@ -42,6 +42,7 @@ from autopar.runtime.rank import Rank
 from autopar.runtime.recomputing import recomputed
 from autopar.runtime.redistribute import redistribute
 from autopar.runtime.remaking import remade, remaking
+from autopar.runtime.tracing import ran
 from autopar.runtime.watch import Watch
 
 __all__ = [
@@ -84,6 +85,7 @@ __all__ = [
     "make_rank_mesh",
     "microbatch",
     "owned",
+    "ran",
     "recomputed",
     "redistribute",
     "reference_dropout",

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from autopar.runtime.errors import CollectiveError
 from autopar.runtime.mesh import Axis, timeout_of
+from autopar.runtime.ranges import collective
 
 Wait = Callable[[], None]
 
@@ -57,9 +58,11 @@ def _count(kind: str, axis: Axis, buffer: Tensor) -> None:
 
 @contextmanager
 def explained(kind: str, axis: Axis, num_bytes: int) -> Iterator[None]:
-    """Raises CollectiveError in place of torch's error, which names neither the collective nor who is missing."""
+    """Raises CollectiveError in place of torch's error, which names neither the collective nor who is missing. In a
+    profiler's trace, a range: what the rank stands still for."""
     try:
-        yield
+        with collective(kind, num_bytes, axis.name):
+            yield
     except CollectiveError:
         raise
     except RuntimeError as error:

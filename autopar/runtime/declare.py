@@ -242,6 +242,7 @@ class Program(Block):
     LOSS_INDEX: ClassVar[int] = 0  # which output is the loss, where forward returns several
     OTHERS: ClassVar[tuple[type[Program], ...]] = ()  # the same for inputs of other shapes, of the same parameters
     FILLING: ClassVar[Mapping[str, float | None]] = {}  # by input, of rows that short batches are filled up with
+    RAN: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # of a traced program, by module: what its statements are
 
     def prepare(self, microbatches: list[tuple[Tensor, ...]]) -> None:
         """Called before a step's first microbatch with the local inputs of all; override to count them."""

@@ -17,8 +17,10 @@ from autopar.runtime import comm, randomness, state
 from autopar.runtime.declare import Block, Parameters, Program
 from autopar.runtime.gathering import FIRST, Gatherer, Unit
 from autopar.runtime.mesh import RankMesh
+from autopar.runtime.ranges import BEGIN, END, part
 from autopar.runtime.reducing import Reducer, on_gradient
 from autopar.runtime.stored import ParameterUse, StoredParameter, slot_names
+from autopar.runtime.tracing import name_ranges
 
 Stored = TypeVar("Stored")
 
@@ -48,6 +50,7 @@ class Local:
         self.gatherer = Gatherer(units)
         self.reducer = Reducer(slots, mesh, owner.get)
         self._watch_units(slots, owner)
+        name_ranges(program)
         self._backward_passes = 0
 
     def _watch_units(self, slots: list[ParameterUse], owner: Mapping[ParameterUse, Unit]) -> None:
@@ -88,15 +91,17 @@ class Local:
 
     def begin_step(self, microbatches: Sequence[tuple[Tensor, ...]]) -> None:
         """Starts what is gathered once a step, and counts what a mean over all microbatches divides by."""
-        self.program.prepare(list(microbatches))
-        self.reducer.begin_step()
-        self.gatherer.begin_step()
+        with part(BEGIN):
+            self.program.prepare(list(microbatches))
+            self.reducer.begin_step()
+            self.gatherer.begin_step()
         self._backward_passes = 0
 
     def end_step(self) -> None:
         """Waits for all gradients and late results."""
-        self.reducer.end_step()
-        self.finish_late()
+        with part(END):
+            self.reducer.end_step()
+            self.finish_late()
 
     def finish_late(self) -> None:
         """Waits for results that nothing in the step reads, and takes over what forward has set of what is stored."""

@@ -27,6 +27,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Sched
 from autopar.runtime.arrivals import BACKWARD, BACKWARD_WEIGHT, FORWARD, Arrivals, Turn, Wait, reach_when_bound
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.local import Local
+from autopar.runtime.ranges import RECEIVE, part
 from autopar.runtime.splitting import BackwardOutline, Root, SplitBackward
 from autopar.runtime.transport import Channel, Transport
 
@@ -106,7 +107,9 @@ class ScheduledStage:
 
     def run_forward(self, index: int) -> tuple[tuple[Any, ...], tuple[Tensor, ...], list[Tensor]]:
         """What the stage makes of the model's outputs, what it leaves for later stages, and what it has received."""
-        received = [wait() for wait in self._begin(FORWARD, index).values()]
+        arriving = self._begin(FORWARD, index).values()
+        with part(RECEIVE):
+            received = [wait() for wait in arriving]
         if torch.is_grad_enabled():
             for tensor, channel in zip(received, self._receives, strict=True):
                 tensor.requires_grad_(channel.received.has_gradient)
@@ -172,7 +175,8 @@ class ScheduledStage:
         for channel in self._sends:
             if channel.number in arriving:
                 wait = arriving.pop(channel.number)
-                parts.setdefault(channel.received.position, []).append(wait())
+                with part(RECEIVE):
+                    parts.setdefault(channel.received.position, []).append(wait())
         return [(end, _sum(parts[place])) for place, end in enumerate(ends) if end is not None and place in parts]
 
     def _pass(self, run: Callable[[], None]) -> None:
@@ -227,8 +231,8 @@ def _goes_back(channel: Channel) -> bool:
 
 def _sum(parts: list[Tensor]) -> Tensor:
     total = parts[0]
-    for part in parts[1:]:
-        total = total + part
+    for other in parts[1:]:
+        total = total + other
     return total
 
 

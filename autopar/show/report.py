@@ -19,26 +19,31 @@ from typing import Any
 
 from autopar.ir.plan import Plan
 from autopar.ir.writing import write_whole
+from autopar.observed.comparison import StepComparison
+from autopar.show.comparison import comparison_data
 from autopar.show.data import plan_data
 
 SCRIPTS = (
     "dom", "format", "passes", "summary", "tiles", "tree", "mesh", "details", "axis", "timeline", "memory", "traffic",
-    "search", "main",
+    "observed", "search", "main",
 )  # fmt: skip
 """The parts of the page's script, in order: each may use what is in those before it."""
 
 
-def write_report(plan: Plan, path: str | Path, compare: Plan | None = None) -> None:
-    """Writes the page of a plan, or of two side by side, whole or not at all."""
-    write_whole(Path(path), page(plan, compare))
+def write_report(
+    plan: Plan, path: str | Path, compare: Plan | None = None, observed: StepComparison | None = None
+) -> None:  # fmt: skip
+    """Writes the page of a plan, or of two side by side, whole or not at all. observed: what ran of the first."""
+    write_whole(Path(path), page(plan, compare, observed))
 
 
-def page(plan: Plan, compare: Plan | None = None) -> str:
+def page(plan: Plan, compare: Plan | None = None, observed: StepComparison | None = None) -> str:
     """The page's HTML."""
     plans = [plan] if compare is None else [plan, compare]
     names = ["plan"] if compare is None else ["A", "B"]
     data = {
         "plans": [plan_data(item, name, _timeline(item)) for item, name in zip(plans, names, strict=True)],
+        "observed": None if observed is None else comparison_data(observed),
         "difference": plan.diff(compare).splitlines() if compare is not None else [],
     }
     style, script = _asset("report.css"), _script()

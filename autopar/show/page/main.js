@@ -29,6 +29,7 @@ const SECTIONS = [
   ['timeline', 'One step, simulated', '', timeline],
   ['memory', 'Memory over the step', '', memory],
   ['traffic', 'Communication', '', traffic],
+  ...(data.observed ? [['observed', 'One step, as it ran', '', observedStep]] : []),
   ['substitutions', 'Substitutions', '', substitutions],
   ['search', 'Search', '', search],
   ['provenance', 'Where the figures come from', '', provenance],
