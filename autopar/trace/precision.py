@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Node
+from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.table import operator
 from autopar.trace.export import Inputs
 
@@ -69,8 +70,7 @@ def check_one_dtype(graph: Graph, dtype: torch.dtype) -> None:
     """That each product reads operands of one dtype, which torch asks for when it runs, and not when it is traced.
     Raises TraceError with node and source line."""
     for node in graph.nodes:
-        number = _ONE_DTYPE.get(operator(node.op).work.family, 0)
-        found = [graph.tensors[name].dtype for name in node.operands[:number]]
+        found = [graph.tensors[name].dtype for name in _multiplied(node)]
         if len({text for text in found if "float" in text}) > 1:
             short = str(dtype).removeprefix("torch.")
             raise TraceError(
@@ -79,6 +79,14 @@ def check_one_dtype(graph: Graph, dtype: torch.dtype) -> None:
                 "line makes another dtype, such as .float(). Cast it back there (x.to(weight.dtype)), or plan with "
                 "precision=None."
             )
+
+
+def _multiplied(node: Node) -> tuple[str, ...]:
+    """The operands that a product multiplies; none of another operator. Routed experts multiply tokens and matrices:
+    weights of choices may have a dtype of their own."""
+    if node.op == ROUTED_EXPERTS:
+        return tuple(node.operands[position] for position in (0, 3, 4))
+    return node.operands[: _ONE_DTYPE.get(operator(node.op).work.family, 0)]
 
 
 def buffer_dtypes(model: nn.Module) -> dict[str, str]:

@@ -1,18 +1,21 @@
 """A thousand drawn routings on four gloo ranks, against the memory that is predicted at the 99th percentile.
 
-    python -m benchmarks.routing.memory [--draws 1000] [--tracked 14] [--output benchmarks/routing/memory]
+    python -m benchmarks.routing.memory [--draws 1000] [--tracked 14] [--ways] [--output benchmarks/routing/memory]
 
 A step's memory grows with the rows of the busiest rank, which are counted in every draw. Tracked is the peak of a whole
 step (forward, backward, AdamW) of the rank that holds most, by the record of torch's allocator
 (benchmarks/accuracy/lifetimes.py), in the draws with most rows, over all layers: since every other draw has fewer, as
 many draws are above the prediction as there are tracked ones above it. Ends with status 1 where that is more than one
-in a hundred and two standard errors of it, or where all that were tracked are above.
+in a hundred and two standard errors of it, or where all that were tracked are above. With --ways, of a plan on two
+nodes that exchanges tokens by load, each way that a table may say, against the one prediction.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from typing import Any
 import torch
 
 import autopar
+from autopar.ir.exchange_table import EXCHANGES
 from autopar.program import load_source, model_state
 from benchmarks.accuracy.lifetimes import live_storages, track
 from benchmarks.accuracy.memory import own_shard
@@ -56,12 +60,15 @@ def peaks(rank: int, world: int, source: str, state: dict[str, Any], routing: st
     return found[1:]
 
 
-def measured(routing: autopar.Routing, draws: int, tracked: int, ranks: RankPool) -> dict[str, Any]:
-    """What is predicted, and what the draws took."""
+def measured(routing: autopar.Routing, draws: int, tracked: int, ranks: RankPool, way: str = "") -> dict[str, Any]:
+    """What is predicted, and what the draws took. way: the one that ranks take, of a plan by load."""
     model = GivenRouting()
-    mesh = autopar.Mesh("cpu", devices_per_node=WORLD)
-    plan = autopar.template_plan(model, mesh, batch(routing, 0), dp=WORLD, ep=WORLD, routing=routing)
+    mesh = autopar.Mesh("cpu", 2, WORLD // 2) if way else autopar.Mesh("cpu", devices_per_node=WORLD)
+    plan = autopar.template_plan(
+        model, mesh, batch(routing, 0), dp=WORLD, ep=WORLD, routing=routing, exchange="adaptive" if way else "flat"
+    )
     source = autopar.parallelize(model, mesh, batch(routing, 0), plan=plan).source
+    source = re.sub(r"rt\.LoadTable\(\(\(.*?\),\),", f"rt.LoadTable({way},", source) if way else source
     rows = {draw: busiest_rows(batch(routing, draw)["scores"]) for draw in range(draws)}
     most = sorted(rows, key=lambda draw: -rows[draw])[:tracked]
     results = ranks.run(peaks, source, model_state(model), routing.text, most)
@@ -87,10 +94,13 @@ def main() -> int:
     parser.add_argument("--tracked", type=int, default=14)
     parser.add_argument("--routings", nargs="*", choices=[*ROUTINGS], default=[*ROUTINGS])
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--ways", action="store_true")
     options = parser.parse_args()
     ranks, rows = RankPool(WORLD, timeout_s=900.0), {}
-    for name in options.routings:
-        row = rows[name] = measured(ROUTINGS[name], options.draws, options.tracked, ranks)
+    ways = [f"((0, {how!r}, {chunks}),)" for how in EXCHANGES for chunks in (1, 8)] if options.ways else [""]
+    for routing, way in itertools.product(options.routings, ways):
+        name = f"{routing} {way}".strip()
+        row = rows[name] = measured(ROUTINGS[routing], options.draws, options.tracked, ranks, way)
         print(
             f"{name.ljust(14)} predicted {row['predicted_bytes']:,} bytes; of {row['draws']:,} draws (the busiest "
             f"rank's rows: {row['mean_rows']:.0f} in the mean, {row['rows'][0]} at most) {row['tracked']} with most "

@@ -243,7 +243,7 @@ def bag(pool: Pool) -> Found:
 
 
 def experts(pool: Pool) -> Found:
-    """Rows that each go through a few of some experts; with biases, a gate and chunks as it comes."""
+    """Rows that each go through a few of some experts; with biases, a gate, chunks and ways by load as it comes."""
     x = pool.value(rank=2)
     (tokens, width), count = pool.shape(x), pool.rng.randint(2, 6)
     hidden, made, choices = pool.length(), pool.length(), pool.rng.randint(1, 3)
@@ -254,12 +254,13 @@ def experts(pool: Pool) -> Found:
     if pool.chance(0.3):
         operands += [pool.leaf((count, *parts, hidden)), pool.leaf((count, made))]
     activation = pool.pick(["relu"] if pool.exact else ["relu", "silu", "gelu"])
-    return operands, (activation, bool(parts), count, pool.pick([1, 1, 2, 4]))
+    by_load = pool.pick(["", "", "0:flat:1;3:two-level:4", "0:two-level:2;5:flat:1;9:flat:2"])
+    return operands, (activation, bool(parts), count, pool.pick([1, 1, 2, 4]), by_load)
 
 
 def experts_text(names: list[str], shapes: Shapes, args: list[Any]) -> str:
-    activation, gated, count, chunks = args
-    told = [*names[:5], repr(activation), repr(gated), str(count), *names[5:], f"chunks={chunks}"]
+    activation, gated, count, chunks, by_load = args
+    told = [*names[:5], repr(activation), repr(gated), str(count), *names[5:], f"chunks={chunks}, exchange={by_load!r}"]
     return f"torch.ops.autopar.routed_experts({', '.join(told)})"
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers.integrations.moe  # noqa: F401  (defines grouped_mm_fallback)
+import transformers
+import transformers.integrations.moe
 from torch import Tensor, nn
 
 from autopar.ops import coverage
@@ -78,3 +79,17 @@ def test_what_deviates_stays_as_it_is(change: str) -> None:
     graph = trace(Routed(change), (torch.randn(12, WIDTH),))
     assert ROUTED_EXPERTS not in [node.op for node in graph.nodes]
     assert coverage(graph)["transformers.grouped_mm_fallback.default"].startswith("replicated")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_choices_may_have_a_dtype_of_their_own(dtype: torch.dtype) -> None:
+    """Routers of models cast to bfloat16 compute in float32, as transformers' do; products read one dtype still."""
+    config = transformers.MixtralConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    graph = trace(transformers.MixtralForCausalLM(config), {"input_ids": ids, "labels": ids}, compute_dtype=dtype)
+    (node,) = (node for node in graph.nodes if node.op == ROUTED_EXPERTS)
+    x, _, weights, up, down = (graph.tensors[name].dtype for name in node.operands)
+    assert {x, up, down} == {str(dtype).removeprefix("torch.")} and weights == "float32"
