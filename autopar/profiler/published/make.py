@@ -20,8 +20,8 @@ from autopar.profiler.published.attention import attention_tables
 from autopar.profiler.published.carrying import carried, facts_of
 from autopar.profiler.published.checking import collective_calls, operator_calls, residuals_of
 from autopar.profiler.published.collectives import gpus_of, with_collectives
+from autopar.profiler.published.moving import CARRIED, carried_moving, with_moving
 from autopar.profiler.published.moving import FILES as MOVING_FILES
-from autopar.profiler.published.moving import carried_moving, with_moving
 from autopar.profiler.published.products import product_tables, single_tables
 from autopar.profiler.published.rows import Shape, Taken, everything, four_fifths, gpus_in
 from autopar.profiler.published.tiles import masked_alike, tiled_tables
@@ -45,8 +45,7 @@ def profile_from_folder(folder: Path, base: Profile, date: str, like: str = "", 
 
 def _only_moved(folder: Path, base: Profile, date: str) -> Profile:
     """Residuals of the families that are made anew, of shapes left out; those of the others stay."""
-    made = with_own_attention(folder, _with_moving(folder, base, date, everything), date)
-    checked = with_own_attention(folder, _with_moving(folder, base, date, four_fifths), date, four_fifths)
+    made, checked = (_moved(folder, base, date, taken) for taken in (everything, four_fifths))
     families = {name for name, curve in made.operators.items() if curve is not base.operators.get(name)}
     families |= {"attention"} if made.tables != base.tables else set()
     calls = operator_calls(checked, folder, partial(is_of, base), is_left_out)
@@ -54,8 +53,24 @@ def _only_moved(folder: Path, base: Profile, date: str) -> Profile:
         (call for call in calls if call[0] in families),
         Provenance("fitted", f"rows of {folder.name} of shapes left out", date),
     )
-    kept = tuple(item for item in base.residuals if item.family not in families)
+    kept = tuple(item for item in base.residuals if not new or item.family not in families)
     return replace(made, residuals=(*new, *kept), _shared={})
+
+
+def _moved(folder: Path, base: Profile, date: str, taken: Taken) -> Profile:
+    moving = _with_moving(folder, base, date, taken) if _may_move(folder, base) else base
+    return with_own_attention(folder, moving, date, taken)
+
+
+def _may_move(folder: Path, base: Profile) -> bool:
+    """Whether the folder's rows are of the profile's GPU, or of the one from which it was carried over; points of its
+    own are worth more than those of another."""
+    if any(is_of(base, gpu) for gpu in gpus_in(folder, MOVING_FILES)):
+        return True
+    sources = {curve.provenance.source for curve in base.operators.values() if curve.bound == "memory"}
+    shipped = [load_profile(name) for name in profile_names()]
+    measured = [other.name for other in shipped if any(is_of(other, gpu) for gpu in gpus_in(folder, MOVING_FILES))]
+    return all(source.startswith(tuple(CARRIED + name for name in measured)) for source in sources)
 
 
 def with_own_attention(folder: Path, profile: Profile, date: str, taken: Taken = everything) -> Profile:

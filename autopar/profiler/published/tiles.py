@@ -248,7 +248,7 @@ def fit(rows: Rows, count: int) -> Tiled:
 
     def errors(numbers: Array) -> Array:
         found = made(numbers)
-        return times - np.log(np.array([found.row_ns(shape) for shape in shapes]))
+        return np.asarray(times - np.log([found.row_ns(shape) for shape in shapes]), np.float64)
 
     begin = [math.log(5e3), math.log(0.4), *[math.log(2e3), math.log(15.0)] * len(widths)]
     return made(_least(errors, np.array(begin)))
@@ -280,5 +280,5 @@ def _cost(left: Array) -> float:
 
 def _slopes(errors: Callable[[Array], Array], numbers: Sequence[float] | Array, left: Array) -> Array:
     step = 1e-4
-    columns = [(errors(numbers + step * unit) - left) / step for unit in np.eye(len(numbers))]
-    return np.asarray(np.stack(columns, axis=1), np.float64)
+    columns: list[Array] = [(errors(numbers + step * unit) - left) / step for unit in np.eye(len(numbers))]
+    return np.stack(columns, axis=1)
