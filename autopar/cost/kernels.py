@@ -120,10 +120,10 @@ def found_in(kernels: Kernels, dtypes: Sequence[str], tables: Mapping[str, Table
 
 def _found(kernel: Kernel, dtypes: Sequence[str], tables: Mapping[str, Table]) -> Found | None:
     for known in dtypes:
-        for number, (name, coordinates) in enumerate(kernel.typed):
+        for name, coordinates in kernel.typed:
             table = tables.get(f"{name} {known}")
             if table is not None:
-                is_inside = number == 0 and kernel.repeats == 1 and table.holds(coordinates)
+                is_inside = coordinates == kernel.typed[0][1] and kernel.repeats == 1 and table.holds(coordinates)
                 return Found(table, coordinates, kernel.flops, True, is_inside, kernel.repeats)
     plain = tables.get(kernel.table)
     return Found(plain, kernel.coordinates, kernel.flops, False, False) if plain else None
