@@ -42,7 +42,7 @@ from autopar.profiler import MEASURE_GPU, load_profile, measure_profile
 from autopar.profiler.linked import read_links, with_measured_links
 from autopar.profiler.measure_links import parse_mesh
 from autopar.profiler.measure_links import run as run_links
-from autopar.profiler.published.make import profile_from_folder
+from autopar.profiler.published.make import MOVED, profile_from_folder
 from autopar.profiler.text import shipped_text
 from autopar.show.explain import check_matches
 from autopar.show.text import prediction_text, time_text
@@ -128,6 +128,12 @@ def _measuring(commands: Any) -> None:
         "--from", dest="folder", type=Path, help="make the profile --into anew from tables of measurements in a folder"
     )
     profile.add_argument("--gpu", type=Path, metavar="FOLDER", help="measure this host's GPU, into tables for --from")
+    profile.add_argument(
+        "--only",
+        choices=(MOVED,),
+        default="",
+        help="of --from: what moves bytes, updates, PyTorch's attention",
+    )
     profile.add_argument("--like", default="", metavar="GPU", help="the GPU of those tables that --into resembles")
     profile.add_argument("--into", metavar="PROFILE", help="the profile that is copied with what was found, into -o")
     profile.add_argument(
@@ -579,7 +585,7 @@ def _profile_from(options: argparse.Namespace) -> int:
             f"profile {options.into} and output {options.output}"
         )
     base = load_profile(options.into)
-    profile = profile_from_folder(options.folder, base, date.today().isoformat(), options.like)
+    profile = profile_from_folder(options.folder, base, date.today().isoformat(), options.like, options.only)
     options.output.write_text(shipped_text(profile))
     for name, table in profile.tables.items():
         print(f"  {name.ljust(42)} {f'{table.times:g} × {table.like}' if table.like else 'made of points'}")

@@ -55,7 +55,10 @@ for messages on their way counts, too.
 KERNELS = """
 What products and attention take on a GPU is a table of published measurements, made by
 `autopar profile --from FOLDER --into PROFILE -o FILE`. They are bursts of a device at its highest clock; a training
-step that lasts runs slower.
+step that lasts runs slower. What an H100 takes for operators that move bytes, for updates, and for attention as PyTorch
+runs it was measured by us (`autopar profile --gpu FOLDER`, then `--from FOLDER --only moved`): attention by a formula
+of its blocks (`autopar/profiler/published/tiles.py`), and twice as long under a mask that is a tensor, whose scores are
+all computed. Where PyTorch does not run cuDNN's attention, a mask asks for its memory-efficient kernel.
 """
 
 RESIDUALS = """

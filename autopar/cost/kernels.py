@@ -16,7 +16,8 @@ bytes: operands that must be copied first, biases whose gradient is a sum of col
 
 A table may know a dtype alone (`NT bfloat16`; `known_kernels`): of attention, such a table is by (sequences, length,
 width, query heads that share a key and a value), its sequences those of all heads together (`flash causal forward
-bfloat16`). Batches of products that it does not know are like one product of as many rows.
+bfloat16`). Under a mask that is a tensor it has tables of its own (`flash masked …`); where a profile has none, those
+of attention without a mask. Batches of products that it does not know are like one product of as many rows.
 
 The size of an image is the side of the square that has as many pixels. A transposed convolution is the gradient of the
 one that it transposes.
@@ -119,10 +120,10 @@ def found_in(kernels: Kernels, dtypes: Sequence[str], tables: Mapping[str, Table
 
 def _found(kernel: Kernel, dtypes: Sequence[str], tables: Mapping[str, Table]) -> Found | None:
     for known in dtypes:
-        for number, (name, coordinates) in enumerate(kernel.typed):
+        for name, coordinates in kernel.typed:
             table = tables.get(f"{name} {known}")
             if table is not None:
-                is_inside = number == 0 and kernel.repeats == 1 and table.holds(coordinates)
+                is_inside = coordinates == kernel.typed[0][1] and kernel.repeats == 1 and table.holds(coordinates)
                 return Found(table, coordinates, kernel.flops, True, is_inside, kernel.repeats)
     plain = tables.get(kernel.table)
     return Found(plain, kernel.coordinates, kernel.flops, False, False) if plain else None
@@ -178,11 +179,12 @@ def _attention(call: WorkKey, direction: str, flops: int) -> Kernel:
     """Its table counts the forward's operations in both directions."""
     query, key = call.operand_shapes[:2]
     kind, length = attended(call)
-    kind, width = f"{kind} {direction}", query[-1]
+    plain, width = "full" if kind == "masked" else kind, query[-1]
     sequences = math.prod(query[:-1]) / length  # as many tiles of queries as that many of the keys' length have
     sharing = math.prod(query[:-2]) / math.prod(key[:-2])
-    typed = ((f"flash {kind}", (sequences, length, width, sharing)),)
-    return Kernel(f"attention {kind}", (length, width), flops, typed)
+    at = sequences, length, width, sharing
+    typed = tuple((f"flash {known} {direction}", at) for known in dict.fromkeys((kind, plain)))
+    return Kernel(f"attention {plain} {direction}", (length, width), flops, typed)
 
 
 def _convolution(call: WorkKey, side: str) -> Kernel:

@@ -247,7 +247,8 @@ def _attention_flops(call: WorkKey) -> int:
 
 
 def attended(call: WorkKey) -> tuple[str, int]:
-    """Of attention: whether it is "causal" or "full", and how many keys there are, on all ranks together."""
+    """Of attention: whether it is "causal", "masked" by a tensor or "full", and how many keys there are, on all ranks
+    together."""
     kind, _, length = call.detail.partition(" ")
     return kind or "full", int(length or call.operand_shapes[1][-2])
 
@@ -257,13 +258,16 @@ def _attention_gradient(call: WorkKey) -> Work:
     return Work(5 * _attention_flops(call) // 2, 2 * _all_bytes(call), 1)
 
 
-def _is_causal(node: Node) -> str:
-    return "causal" if argument(node, 5, "is_causal", False) else ""
+def _mask(node: Node) -> str:
+    """Under a tensor all scores are computed, by kernels that read it."""
+    if argument(node, 5, "is_causal", False):
+        return "causal"
+    return "" if argument(node, 3, "attn_mask", None) is None else "masked"
 
 
-def _causal_over(node: Node) -> str:
+def _mask_over(node: Node) -> str:
     """With the number of keys of all ranks."""
-    return f"{_is_causal(node) or 'full'} {dict(node.kwargs)['length']}"
+    return f"{_mask(node) or 'full'} {dict(node.kwargs)['length']}"
 
 
 # Memory-bound operators -------------------------------------------------
@@ -462,8 +466,8 @@ EINSUM = _products("matmul", _einsum_flops, product=_einsum_product, detail=_equ
 CONVOLUTION = _products("convolution", _convolution_flops)
 TRANSPOSED_CONVOLUTION = _products("convolution", _transposed_convolution_flops)
 EXPERTS = WorkKind("matmul", _experts_flops, _experts_moved, gradient=_experts_gradient, detail=_num_experts)
-ATTENTION = WorkKind("attention", _attention_flops, gradient=_attention_gradient, detail=_is_causal)
-CONTEXT_ATTENTION = ATTENTION._replace(detail=_causal_over)
+ATTENTION = WorkKind("attention", _attention_flops, gradient=_attention_gradient, detail=_mask)
+CONTEXT_ATTENTION = ATTENTION._replace(detail=_mask_over)
 SOFTMAX = WorkKind("softmax")
 ROWS = WorkKind("gather", moved=_row_bytes, gradient=_lookup_gradient)
 LOOKUP = WorkKind("gather", moved=_lookup_bytes, gradient=_lookup_gradient)

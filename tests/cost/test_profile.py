@@ -33,7 +33,7 @@ def test_shipped_profiles_have_sources_for_every_block() -> None:
         profile = load_profile(name)
         assert profile.usable_bytes < profile.facts.capacity_bytes
         assert all(
-            source.split(":")[0] in ("datasheet", "assumed", "published", "fitted")
+            source.split(":")[0] in ("datasheet", "assumed", "published", "fitted", "measured")
             for source in profile.provenance.values()
         )
 

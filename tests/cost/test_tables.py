@@ -71,6 +71,21 @@ def test_a_dtype_that_is_slower_has_no_other_ones_table() -> None:
     assert WHOLE.alike("float16") == ("float16", "bfloat16") and WHOLE.alike("float32") == ("float32",)
 
 
+def test_a_mask_that_is_a_tensor_has_a_price_of_its_own_where_a_profile_knows_one() -> None:
+    """Else that of attention without a mask; never the causal one."""
+    full = replace(FLASH, name="flash full forward bfloat16", rates=(800.0,) * 16)
+    masked = replace(FLASH, name="flash masked forward bfloat16", rates=(1600.0,) * 16)
+    shape, mask = (2, 4, 1024, 128), (2, 1, 1024, 1024)
+    flops = 4 * 2 * 4 * 1024 * 1024 * 128
+    for tables, rate in (((FLASH, full, masked), 1.6e-3), ((FLASH, full), 0.8e-3)):
+        tensors = {name: Tensor(name, shape, "bfloat16", True) for name in "abcy"}
+        tensors["m"] = Tensor("m", mask, "bool", False)
+        op = "aten.scaled_dot_product_attention.default"
+        node = Node("y", op, tuple(map(Ref, "abcm")), (), ("y",))
+        forward, _ = node_time_ns(node, (shape,) * 3 + (mask,), (shape,), tensors, device(*tables))
+        assert forward == pytest.approx(flops * rate, rel=0.01)
+
+
 def test_no_kernel_takes_less_than_the_least_and_operands_come_from_memory_beside_the_grid() -> None:
     assert times_of("linear", [(16, 16), (16, 16)], (16, 16))[0] == 1500
     wide = 1 << 16

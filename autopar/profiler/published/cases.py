@@ -15,10 +15,12 @@ from autopar.ir.graph import DTYPE_BYTES, Node, Ref, Tensor
 from autopar.ir.placement import Shape
 from autopar.ops.table import operator
 from autopar.profiler.published.attention import COLUMNS as ATTENTION
-from autopar.profiler.published.attention import kernel_of
+from autopar.profiler.published.attention import FLASH2, kernel_of
 from autopar.profiler.published.eager import floor_ns, row_ns
 from autopar.profiler.published.products import DTYPES, SIZES, is_trusted
 from autopar.profiler.published.rows import Row, shape_of
+from autopar.profiler.published.tiles import FLASH2 as FLASH2_ROWS
+from autopar.profiler.published.tiles import MASKED
 
 
 class MeasuredCall(NamedTuple):
@@ -93,6 +95,9 @@ def _attention_node(causal: bool) -> Node:
 
 
 ATTENTION_NODES = {causal: _attention_node(causal) for causal in (False, True)}
+MASKED_NODE = Node("y", "aten.scaled_dot_product_attention.default", tuple(map(Ref, "qkvm")), (), ("y",))
+UNKNOWN_KERNELS = ("torch_efficient", "torch_math")  # that PyTorch runs where it has to, and no table knows
+OWN_NAMES = {FLASH2_ROWS: FLASH2}  # of kernels in tables, by what they are called in rows
 
 
 def _measured(row: Row) -> dict[str, Any]:
@@ -166,22 +171,36 @@ def _trained_product(row: Row) -> MeasuredCall | None:
 
 def _attention(row: Row) -> MeasuredCall | None:
     shape = shape_of(row, ATTENTION)
-    batch, queries, keys, heads, shared, width, causal = shape
+    batch, queries, keys, heads, shared, width, _ = shape
     q, kv = (batch, heads, queries, width), (batch, shared, keys, width)
     size = "above 1 ms" if float(row["time_us"]) > 1000 else "20 µs to 1 ms" if float(row["time_us"]) > 20 else "less"
-    family, kernel = f"attention, {'causal' if causal else 'no mask'}", kernel_of(row)
-    return MeasuredCall(
-        family, size, shape, ATTENTION_NODES[bool(causal)], (q, kv, kv), q, kernel=kernel, **_measured(row)
-    )
+    if kernel_of(row) in UNKNOWN_KERNELS:
+        return None
+    node, operands, kind = _attended(row, (q, kv, kv))
+    kernel = OWN_NAMES.get(kernel_of(row), kernel_of(row))
+    return MeasuredCall(f"attention, {kind}", size, shape, node, operands, q, kernel=kernel, **_measured(row))
+
+
+def _attended(row: Row, operands: tuple[Shape, ...]) -> tuple[Node, tuple[Shape, ...], str]:
+    """The operator of a row of attention, its operands, and what hides keys from queries."""
+    if row.get("kernel") == MASKED:
+        query, key = operands[:2]
+        return MASKED_NODE, (*operands, (query[0], 1, query[2], key[2])), "masked"
+    return ATTENTION_NODES[row["causal"] == "1"], operands, "causal" if row["causal"] == "1" else "no mask"
 
 
 def _trained_attention(row: Row) -> MeasuredCall | None:
     columns = ("batch", "seq", "heads", "kv_heads", "qk_head_dim", "v_head_dim", "causal")
-    batch, length, heads, shared, width, values, causal = shape = shape_of(row, columns)
+    batch, length, heads, shared, width, values, _ = shape = shape_of(row, columns)
     q, k, v = ((batch, count, length, wide) for count, wide in ((heads, width), (shared, width), (shared, values)))
-    family, node = f"attention, trained, {row['pass']}", ATTENTION_NODES[bool(causal)]
-    direction = int(row["pass"] == "backward")
-    return MeasuredCall(family, "", shape, node, (q, k, v), (*q[:3], values), direction=direction, **_measured(row))
+    kernel = row.get("kernel", "")
+    if kernel in UNKNOWN_KERNELS:
+        return None
+    node, operands, _ = _attended(row, (q, k, v))
+    told = {"direction": int(row["pass"] == "backward"), "kernel": OWN_NAMES.get(kernel, kernel), **_measured(row)}
+    wanted = (True, True, True, False)[: len(operands)]
+    family = f"attention, trained, {'masked, ' if kernel == MASKED else ''}{row['pass']}"
+    return MeasuredCall(family, "", shape, node, operands, (*q[:3], values), wanted=wanted, **told)
 
 
 #: operators that move bytes and compute little: (name in aten, number of operands)

@@ -20,20 +20,75 @@ from autopar.profiler.published.attention import attention_tables
 from autopar.profiler.published.carrying import carried, facts_of
 from autopar.profiler.published.checking import collective_calls, operator_calls, residuals_of
 from autopar.profiler.published.collectives import gpus_of, with_collectives
+from autopar.profiler.published.moving import CARRIED, carried_moving, with_moving
 from autopar.profiler.published.moving import FILES as MOVING_FILES
-from autopar.profiler.published.moving import carried_moving, with_moving
 from autopar.profiler.published.products import product_tables, single_tables
 from autopar.profiler.published.rows import Shape, Taken, everything, four_fifths, gpus_in
+from autopar.profiler.published.tiles import masked_alike, tiled_tables
+
+MOVED = "moved"
+"""Of `profile_from_folder`: only operators that move bytes, updates, and attention as PyTorch runs it."""
 
 
-def profile_from_folder(folder: Path, base: Profile, date: str, like: str = "") -> Profile:
+def profile_from_folder(folder: Path, base: Profile, date: str, like: str = "", only: str = "") -> Profile:
     """The profile `base` with what the folder's tables say of its GPU, or of the GPU `like` that it resembles, with the
-    links and collectives of its own GPU, as far as tables have them, and with residuals of what was left out.
+    links and collectives of its own GPU, as far as tables have them, and with residuals of what was left out. only:
+    `MOVED`, for a folder of fewer products than the profile was made of.
 
     Raises ProfileError where the folder knows no such GPU.
     """
+    if only == MOVED:
+        return _only_moved(folder, base, date)
     made = blocks_from_folder(folder, base, date, like)
     return replace(made, residuals=_residuals(folder, base, date, like), _shared={})
+
+
+def _only_moved(folder: Path, base: Profile, date: str) -> Profile:
+    """Residuals of the families that are made anew, of shapes left out; those of the others stay."""
+    made, checked = (_moved(folder, base, date, taken) for taken in (everything, four_fifths))
+    families = {name for name, curve in made.operators.items() if curve is not base.operators.get(name)}
+    families |= {"attention"} if made.tables != base.tables else set()
+    calls = operator_calls(checked, folder, partial(is_of, base), is_left_out)
+    new = residuals_of(
+        (call for call in calls if call[0] in families),
+        Provenance("fitted", f"rows of {folder.name} of shapes left out", date),
+    )
+    kept = tuple(item for item in base.residuals if not new or item.family not in families)
+    return replace(made, residuals=(*new, *kept), _shared={})
+
+
+def _moved(folder: Path, base: Profile, date: str, taken: Taken) -> Profile:
+    moving = _with_moving(folder, base, date, taken) if _may_move(folder, base) else base
+    return with_own_attention(folder, moving, date, taken)
+
+
+def _may_move(folder: Path, base: Profile) -> bool:
+    """Whether the folder's rows are of the profile's GPU, or of the one from which it was carried over; points of its
+    own are worth more than those of another."""
+    if any(is_of(base, gpu) for gpu in gpus_in(folder, MOVING_FILES)):
+        return True
+    sources = {curve.provenance.source for curve in base.operators.values() if curve.bound == "memory"}
+    shipped = [load_profile(name) for name in profile_names()]
+    measured = [other.name for other in shipped if any(is_of(other, gpu) for gpu in gpus_in(folder, MOVING_FILES))]
+    return all(source.startswith(tuple(CARRIED + name for name in measured)) for source in sources)
+
+
+def with_own_attention(folder: Path, profile: Profile, date: str, taken: Taken = everything) -> Profile:
+    """With tables of the attention that PyTorch runs, where the folder has rows of it on the profile's GPU or on one of
+    the same peaks; else under a mask with those of attention without one, so many times."""
+    known = list(gpus_in(folder, "attention_forward.csv*"))
+    shipped = [load_profile(name) for name in profile_names()]
+    alike = [other for other in shipped if other.facts.peak_flops == profile.facts.peak_flops]
+    own = [gpu for gpu in known if is_of(profile, gpu)]
+    near = own or [gpu for gpu in known if any(is_of(other, gpu) for other in alike)]
+    tables = [table for gpu in near[:1] for table in tiled_tables(folder, gpu, date, taken)]
+    if not own:
+        tables = [
+            replace(table, provenance=Provenance("assumed", f"of the same peaks: {table.provenance.source}", date))
+            for table in tables
+        ]
+    tables = tables or [table for gpu in known[:1] for table in masked_alike(folder, gpu, profile, date)]
+    return replace(profile, tables={**profile.tables, **{table.name: table for table in tables}}, _shared={})
 
 
 def blocks_from_folder(folder: Path, base: Profile, date: str, like: str = "", taken: Taken = everything) -> Profile:
@@ -51,7 +106,7 @@ def blocks_from_folder(folder: Path, base: Profile, date: str, like: str = "", t
         name: replace(curve, call_ns=(0, 0)) if name in known else curve for name, curve in base.operators.items()
     }
     made = replace(base, operators=operators, tables={table.name: table for table in tables}, residuals=(), _shared={})
-    made = _with_moving(folder, made, date, taken)
+    made = with_own_attention(folder, _with_moving(folder, made, date, taken), date, taken)
     linked = [name for name in gpus_of(folder) if is_of(base, name)]
     return with_collectives(made, folder, linked[0]) if linked else made
 

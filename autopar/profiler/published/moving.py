@@ -38,6 +38,7 @@ OPTIMIZERS = "optimizers*.csv*"
 OWN = "CUDA graph"  # at the end of the software of rows that `measure_gpu` wrote
 FEWEST = 8  # rows that make a curve
 LEAST = 1 << 14  # bytes; what moves fewer takes as long
+CARRIED = "carried over from "  # begins what is said of families of a GPU that nobody measured
 LEVEL = 1e-6  # by which more bytes take longer where as much was measured, above what figures are rounded by
 LARGE = 1 << 26  # bytes, from which on families that nobody measured are compared
 
@@ -180,10 +181,16 @@ def carried_moving(profile: Profile, measured: Profile, date: str) -> Profile:
     operators = dict(profile.operators)
     for name, curve in measured.operators.items():
         if curve.bound == "memory":
-            points = times_of(curve.forward, measured.facts.memory_bandwidth)
-            start = min(points.values())
-            longer = {size: start + ratio * (time - start) for size, time in points.items()}
-            source = f"carried over from {measured.name} by bandwidth: {curve.provenance.source}"
-            made = curve_of(longer, profile.facts.memory_bandwidth)
-            operators[name] = _published(name, made, Provenance("assumed", source, date))
+            source = f"{CARRIED}{measured.name} by bandwidth: {curve.provenance.source}"
+            sides = [_slower(side, ratio, measured, profile) for side in (curve.forward, curve.backward)]
+            provenance = Provenance("assumed", source, date)
+            operators[name] = OperatorCurve(name, "memory", sides[0], sides[1], provenance, call_ns=(0, 0))
     return replace(profile, operators=operators, _shared={})
+
+
+def _slower(curve: Curve, ratio: float, measured: Profile, profile: Profile) -> Curve:
+    """Where what takes time with bytes takes so many times as long."""
+    points = times_of(curve, measured.facts.memory_bandwidth)
+    start = min(points.values())
+    longer = {size: start + ratio * (time - start) for size, time in points.items()}
+    return curve_of(longer, profile.facts.memory_bandwidth)
