@@ -1,4 +1,4 @@
-"""The `autopar` command: plan, show, explain, diff, report, simulate, emit, run, compare, verify, profile and audit."""
+"""The `autopar` command: plan, show, explain, diff, report, emit, run, launch, compare, verify, profile and others."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.naming import printable
 from autopar.ir.plan import Plan
 from autopar.ir.routing import Routing
+from autopar.launching import command as launching
 from autopar.observed.kineto import read_traces
 from autopar.observed.learning import MOST_LESSONS, learned
 from autopar.pipeline import parallelize, played, template_plan, verify, with_timeline
@@ -102,6 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     _reading(commands)
     _with_model(commands)
     _measuring(commands)
+    launch = _command(commands, "launch", launching.run, "start a saved program, or write the files of a cluster")
+    launching.add_options(launch)
     auditing.add_options(_command(commands, "audit", _audit, "judge another framework's configuration, and better it"))
     return parser
 

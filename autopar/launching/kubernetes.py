@@ -1,0 +1,73 @@
+"""Jobs for Kubernetes: Kubeflow Trainer's TrainJob, or the PyTorchJob of its Training Operator before.
+
+Both set torchrun's PET_* variables in each pod (nodes, ranks a node, this node's number, the first one's address), so
+that the command is torchrun with the script alone. Fields are those of trainer.kubeflow.org/v1alpha1 (spec.runtimeRef,
+spec.trainer) and kubeflow.org/v1 (spec.nprocPerNode, spec.pytorchReplicaSpecs).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopar.launching.job import SavedJob
+from autopar.launching.yaml_text import yaml_text
+
+_PYTORCH = "pytorch"  # the container that the operator looks for
+_HEADING = """Start with: kubectl apply -f, on this file
+The image has autopar and torch; {folder} is in it, or on a volume that all pods mount there."""
+
+
+def train_job(job: SavedJob, image: str, runtime: str = "torch-distributed") -> str:
+    """The text of a TrainJob. runtime: a ClusterTrainingRuntime, which also says what volumes pods mount."""
+    data = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": job.name},
+        "spec": {
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": runtime},
+            "trainer": {
+                "image": image, "command": _command(job), "numNodes": job.nodes, "numProcPerNode": job.per_node,
+                "resourcesPerNode": _resources(job),
+            },
+        },
+    }  # fmt: skip
+    return yaml_text(data, _HEADING.format(folder=job.folder))
+
+
+def pytorch_job(job: SavedJob, image: str, claim: str | None = None) -> str:
+    """The text of a PyTorchJob. claim: of a volume that is mounted at the program's folder."""
+    replicas = {"Master": _replica(job, image, 1, claim)}
+    if job.nodes > 1:
+        replicas["Worker"] = _replica(job, image, job.nodes - 1, claim)
+    data = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": {"name": job.name},
+        "spec": {"nprocPerNode": str(job.per_node), "pytorchReplicaSpecs": replicas},
+    }
+    return yaml_text(data, _HEADING.format(folder=job.folder))
+
+
+def _command(job: SavedJob) -> list[str]:
+    return ["torchrun", f"--nproc-per-node={job.per_node}", job.path, *job.arguments]
+
+
+def _resources(job: SavedJob) -> dict[str, Any]:
+    if job.on_gpus:
+        return {"limits": {"nvidia.com/gpu": job.per_node}}
+    return {"requests": {"cpu": job.per_node}}
+
+
+def _replica(job: SavedJob, image: str, count: int, claim: str | None) -> dict[str, Any]:
+    """So many pods. What NCCL and loaders share is in memory, of which a container has 64 MB by itself."""
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    if claim is not None:
+        mounts.append({"name": "program", "mountPath": str(job.folder)})
+        volumes.append({"name": "program", "persistentVolumeClaim": {"claimName": claim}})
+    container = {
+        "name": _PYTORCH, "image": image, "command": _command(job), "resources": _resources(job),
+        "volumeMounts": mounts,
+    }  # fmt: skip
+    spec = {"containers": [container], "volumes": volumes}
+    return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": spec}}
