@@ -214,6 +214,7 @@ def _with_model(commands: Any) -> None:
         command.add_argument("plan", type=Path)
         if name in ("emit", "run"):
             command.add_argument("-o", "--output", type=Path, default=Path("out"))
+            _other_batches(command)
         if name == "run":
             command.add_argument("--trace", type=Path, metavar="TRACES", help="trace the steps, for autopar compare")
             command.add_argument("--steps", type=int, default=8, help="of --trace")
@@ -240,6 +241,38 @@ def _size(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f"expected a number of bytes above 0, such as 16GB, found {text!r}")
     return size
+
+
+def _other_batches(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--shape", type=_lengths, action="append", default=[], metavar="TEXT",
+        help="a further shape of inputs under the plan, as often as needed: input_ids=3x512,labels=3x512",
+    )  # fmt: skip
+    command.add_argument(
+        "--pad",
+        type=_filling,
+        metavar="TEXT",
+        help="fill short batches up with rows that count for nothing: labels=-100",
+    )
+
+
+def _lengths(text: str) -> dict[str, tuple[int, ...]]:
+    """Reads input_ids=3x512,labels=3x512."""
+    found = _pairs(text, r"[1-9][0-9]*(x[1-9][0-9]*)*", "lengths such as input_ids=3x512,labels=3x512")
+    return {name: tuple(map(int, lengths.split("x"))) for name, lengths in found.items()}
+
+
+def _filling(text: str) -> dict[str, float]:
+    """Reads labels=-100,weights=0."""
+    found = _pairs(text, r"-?[0-9]+(\.[0-9]+)?", "values such as labels=-100")
+    return {name: float(number) if "." in number else int(number) for name, number in found.items()}
+
+
+def _pairs(text: str, pattern: str, expected: str) -> dict[str, str]:
+    pairs = [item.strip().split("=", 1) for item in text.split(",")]
+    if not all(len(pair) == 2 and pair[0] and re.fullmatch(pattern, pair[1]) for pair in pairs):
+        raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
+    return dict(pairs)
 
 
 def routing_of(text: str) -> Routing:
@@ -457,7 +490,7 @@ def _simulate(options: argparse.Namespace) -> int:
 def _emit(options: argparse.Namespace) -> int:
     plan = Plan.load(options.plan)
     model, inputs = load_model(options.model, options.meta)
-    program = parallelize(model, plan.mesh, inputs, mode=plan.mode, plan=plan)
+    program = parallelize(model, plan.mesh, inputs, mode=plan.mode, plan=plan, shapes=options.shape, pad=options.pad)
     is_traced = getattr(options, "trace", None) is not None
     folder = program.save_traced(options.output) if is_traced else program.save(options.output)
     nodes = f"--nnodes {plan.mesh.nodes} " if plan.mesh.nodes > 1 else ""

@@ -154,6 +154,24 @@ def test_emit_writes_the_program_and_says_how_to_start_it(
     assert (tmp_path / "plan.json").read_text() == plan_file.read_text()
 
 
+def test_emit_takes_other_shapes_of_batches(
+    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shape is a program of its own; what is misspelled is said."""
+    emit = ["emit", MODEL, str(plan_file), "-o", str(tmp_path)]
+    shapes = {name: (2, *x.shape[1:]) for name, x in cli.load_model(MODEL)[1].items()}
+    text = ",".join(f"{name}={'x'.join(map(str, shape))}" for name, shape in shapes.items())
+    assert cli.main([*emit, "--shape", text]) == 0
+    assert "Program.OTHERS = (Program1,)" in (tmp_path / "program.py").read_text()
+    capsys.readouterr()
+    assert cli.main([*emit, "--pad", "nothing=-100"]) == 2
+    assert "found nothing" in capsys.readouterr().err
+    for option, wrong in (("--shape", "x=2x"), ("--pad", "labels")):
+        with pytest.raises(SystemExit):
+            cli.main([*emit, option, wrong])
+        assert f"found '{wrong}'" in capsys.readouterr().err
+
+
 @pytest.mark.ranks
 def test_run_trains_with_torchrun(plan_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", MODEL, str(plan_file), "-o", str(tmp_path)]) == 0

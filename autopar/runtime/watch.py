@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterable
 from types import FrameType
@@ -32,7 +33,8 @@ class Watch:
     """Looks for signals from now on, and at the clock; ranks agree after each step.
 
     every: steps from one checkpoint to the next. minutes: from one to the next by the clock, if any. A signal ends the
-    run after the step that is under way, with a checkpoint: those that schedulers send before they kill.
+    run after the step that is under way, with a checkpoint: those that schedulers send before they kill. Only the main
+    thread of a process is told of signals: in another one, such as a Ray worker's, steps and the clock alone count.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class Watch:
     ) -> None:  # fmt: skip
         self._rank, self._every, self._minutes = rank, every, minutes
         self._last, self._came = time.monotonic(), False
-        for number in signals:
+        for number in signals if threading.current_thread() is threading.main_thread() else ():
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

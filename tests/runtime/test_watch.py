@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -54,3 +55,13 @@ def test_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] += 5 * 60 + 1
         seen.append(own.after(step, 50).save)
     assert seen == [False, True, False, True, False]
+
+
+def test_a_thread_is_not_told_of_signals_and_watches_all_the_same() -> None:
+    """As in Ray's workers, which train in a thread: what the main thread does at a signal stays."""
+    before, made = signal.getsignal(signal.SIGTERM), []
+    thread = threading.Thread(target=lambda: made.append(rt.Watch(Alone(), every=2)))
+    thread.start()
+    thread.join()
+    assert [made[0].after(step, 9).save for step in (1, 2)] == [False, True]
+    assert signal.getsignal(signal.SIGTERM) is before
