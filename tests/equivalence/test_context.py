@@ -33,6 +33,7 @@ from tests.equivalence import pipelines
 from tests.equivalence.hard import Tensors, assert_equal, operands_of, template
 from tests.equivalence.hard_jobs import saved_bytes, saved_on_rank
 from tests.rank_pool import pool
+from tests.traced import traced_once
 
 pytestmark = pytest.mark.ranks
 SIZES: dict[str, Any] = {
@@ -243,6 +244,24 @@ def test_where_nothing_fits_the_graph_whose_sequences_may_be_split_is_planned_to
         rules.append([{step.rule for step in one.variant.steps} for one in opened])
     assert len(rules[0]) == 1 and "split-sequence" in rules[0][0]
     assert not rules[1]
+
+
+def test_stages_that_a_search_finds_split_sequences() -> None:
+    """Where attention is pinned to be split: the cut, the schedule, axes and all other placements are found."""
+    config = gpt.Config(num_layers=4, seq_len=16, batch_size=4, num_heads=1)
+    model, batch = gpt.build(config), gpt.example_inputs(config)
+    mesh, budget = autopar.Mesh("cpu", devices_per_node=4), autopar.SearchBudget(30.0, substitutions=False, proposals=0)
+    with traced_once():
+        made = [node.results[0] for node in attention_nodes(for_sequences(trace(model, batch))[0])]
+        rules = [autopar.Constraint(name, ("S(2)",), what="tensor") for name in made]
+        rules += [autopar.Constraint("*", context="ring", stages=2, microbatches=2)]
+        program = autopar.parallelize(model, mesh, batch, constraints=rules, search=budget, check=False)
+    stages = program.plan.stages
+    assert len({stage.first_rank for stage in stages}) == 2 and program.plan.microbatches == 2
+    assert "ring=True" in program.source
+    split = [str(stage.nodes[name].results[0][0]) for stage in stages for name in made if name in stage.nodes]
+    assert split == ["S(2)"] * 4
+    assert_equal(model, batch, program)
 
 
 def test_rings_are_taken_back() -> None:
