@@ -42,6 +42,7 @@ class TradedPlace:
     seconds: float
     best_ns: float
     found: list[Plan] = field(default_factory=list)
+    _played: dict[tuple[int, Modules], Plan] = field(default_factory=dict)
 
     def plans(self) -> list[Plan]:
         """Those that fit and are near the fastest, that first."""
@@ -85,7 +86,10 @@ class TradedPlace:
             self._take(found)
 
     def _first_that_fits(self, plan: Plan, ladder: Sequence[Modules]) -> Plan | None:
-        """By bisection: each rung takes less memory than the one before, and more time."""
+        """By bisection: each rung takes less memory than the one before, and more time. The last, in which all ladders
+        end, says whether any fits."""
+        if not ladder or not _fits(self._with(plan, ladder[-1])):
+            return None
         found, low, high = None, 0, len(ladder)
         while low < high:
             middle = (low + high) // 2
@@ -103,9 +107,12 @@ class TradedPlace:
         self.best_ns = min(self.best_ns, plan.predicted.step_time_ns)
 
     def _with(self, plan: Plan, again: Modules) -> Plan:
-        """The placements with this computed again, played."""
-        plan = replace(plan, recompute=again)
-        return replace(plan, predicted=predict(self.simulator.timeline(plan)))
+        """The placements with this computed again, played once."""
+        key = id(plan.stages), again  # what is kept has them, so that no others get their place
+        if key not in self._played:
+            plan = replace(plan, recompute=again)
+            self._played[key] = replace(plan, predicted=predict(self.simulator.timeline(plan)))
+        return self._played[key]
 
     # Placements ----------------------------------------
 
