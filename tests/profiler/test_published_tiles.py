@@ -13,6 +13,7 @@ import pytest
 
 from autopar.cost.tables import Table
 from autopar.profiler import load_profile
+from autopar.profiler.published.attention import with_kernel
 from autopar.profiler.published.cases import cases_of
 from autopar.profiler.published.checking import BurstProfile
 from autopar.profiler.published.make import with_own_attention
@@ -84,6 +85,14 @@ def test_elsewhere_a_mask_asks_for_the_memory_efficient_kernel(folder: Path) -> 
     assert hopper.tables["flash full forward bfloat16"].provenance.kind == "assumed"
     own = with_own_attention(folder, load_profile("h100"), DATE).tables["flash full forward bfloat16"]
     assert hopper.tables["flash full forward bfloat16"].rates == own.rates
+
+
+def test_a_software_s_own_kernel_is_of_attention_too() -> None:
+    """So that what a software is slower by counts for it."""
+    made = with_kernel(load_profile("h100"), "flash_attn_fa3")
+    table = made.tables["flash causal forward bfloat16"]
+    assert table.family == "attention"
+    assert table.rates == load_profile("h100").tables["flash_attn_fa3 causal forward bfloat16"].rates
 
 
 def test_what_an_h100_was_measured_to_take_is_met_at_shapes_left_out() -> None:

@@ -74,8 +74,8 @@ def with_kernel(profile: Profile, kernel: str) -> Profile:
     own = {name: table for name, table in profile.tables.items() if name.startswith(f"{kernel} ")}
     if not own:
         return profile
-    renamed = {name.replace(kernel, "flash", 1): table for name, table in own.items()}
-    return replace(profile, tables={**profile.tables, **renamed}, _shared={})
+    renamed = [replace(table, name=name.replace(kernel, "flash", 1)) for name, table in own.items()]
+    return replace(profile, tables={**profile.tables, **{table.name: table for table in renamed}}, _shared={})
 
 
 def _points(rows: list[Row], taken: Taken) -> dict[Shape, float]:
