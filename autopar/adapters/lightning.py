@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 from autopar import runtime as rt
 from autopar.adapters.building import WantedPlan, built, on_first
 from autopar.adapters.loss import loss_with_backward
+from autopar.adapters.planned import Unchanged
 from autopar.adapters.samples import as_before, first_batch, row_counts
 from autopar.adapters.steps import EvaluationStep, Logged, TrainingStep, log_again, tried
 from autopar.ir.plan import Plan
@@ -69,6 +70,7 @@ class PlannedStrategy(SingleDeviceStrategy):
     plan: Plan
     rank: Rank
     _logged: list[Logged]
+    _unchanged: Unchanged
 
     # How processes are together ----------------------------------------
 
@@ -110,6 +112,7 @@ class PlannedStrategy(SingleDeviceStrategy):
                 raise ProgramError("expected example_batch=, a batch to plan for, beside data without a length")
             self._make(module, batch, rows)
         _hand_over(module, self.rank)
+        self._unchanged = Unchanged(module, frozen=False)
         self._precision_plugin = _PlannedPrecision(self)
         super().setup(trainer)
         if len(self.optimizers) > 1:
@@ -164,6 +167,7 @@ class PlannedStrategy(SingleDeviceStrategy):
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of the whole batch; its backward pass hands over the gradients."""
+        self._unchanged.check()
         loss = loss_with_backward(self.rank, {"batch": batch})
         module: Any = self.lightning_module
         log_again(module.log, self._logged, iter([loss.detach()] * len(self._logged)))
@@ -273,6 +277,9 @@ def _hand_over(module: nn.Module, rank: Rank) -> None:
         )
     for found in places.values():
         _put([(inner, name) for inner, name, _ in found], [own[full] for _, _, full in found if full in own])
+    for full, buffer in rank.named_buffers():
+        owner, _, name = full.rpartition(".")
+        module.get_submodule(owner)._buffers[name] = buffer
 
 
 def _put(places: Iterable[tuple[nn.Module, str]], found: list[nn.Parameter]) -> None:

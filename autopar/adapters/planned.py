@@ -19,18 +19,23 @@ class PlannedModel(nn.Module):
     evaluation mode it runs the forward pass of the evaluation program.
     """
 
-    def __init__(self, rank: Rank, evaluation: Rank | None, why_not: str = "") -> None:
+    def __init__(self, rank: Rank, evaluation: Rank | None, given: nn.Module, why_not: str = "") -> None:
         """evaluation: a rank of the model in evaluation mode; the same where the model does not follow the mode, None
-        where there is none, and why_not says why."""
+        where there is none, and why_not says why. given: the model that was planned."""
         super().__init__()
-        self.__dict__.update(rank=rank, _evaluation=evaluation, _why_not=why_not)  # no submodules: their mode is fixed
+        self.__dict__.update(  # no submodules: their mode is fixed
+            rank=rank, _evaluation=evaluation, _why_not=why_not, _unchanged=Unchanged(given),
+            config=getattr(given, "config", None),
+        )  # fmt: skip
 
     rank: Rank
     _evaluation: Rank | None
     _why_not: str
+    _unchanged: Unchanged
 
     def forward(self, **inputs: Any) -> LossAlone:
         """The loss of the whole batch, equal on all ranks, as the only entry of a dict."""
+        self._unchanged.check()
         if self.training and torch.is_grad_enabled():
             return LossAlone(loss=loss_with_backward(self.rank, inputs))
         return LossAlone(loss=_loss(self._evaluating()(**inputs), self.rank))
@@ -87,6 +92,35 @@ class LossAlone(dict[str, Tensor]):
         if name.startswith("__"):
             raise AttributeError(name)
         return self[name]
+
+
+class Unchanged:
+    """What of a model is changed by hand in a run, and would be of no effect: what is frozen, and hooks."""
+
+    def __init__(self, model: nn.Module, frozen: bool = True) -> None:
+        """frozen: whether its parameters are not the rank's own, which may be frozen."""
+        self._model, self._frozen = model, frozen
+        self._before = _of(model, frozen)
+
+    def check(self) -> None:
+        """Raises ProgramError where any is not as it was."""
+        changed = [name for name, value in _of(self._model, self._frozen).items() if self._before.get(name) != value]
+        if changed:
+            raise ProgramError(
+                f"expected the model to stay as it was planned, found changes of {', '.join(changed)}, of which the "
+                "program knows nothing. Callbacks are given the planned model, whose parameters may be frozen; hooks "
+                "belong onto the model before it is planned"
+            )
+
+
+def _of(model: nn.Module, frozen: bool) -> dict[str, Any]:
+    hooks = {
+        f"hooks of {path or 'the model'}": (len(inner._forward_hooks), len(inner._forward_pre_hooks),
+                                            len(inner._backward_hooks), len(inner._backward_pre_hooks))
+        for path, inner in model.named_modules()
+    }  # fmt: skip
+    flags = {f"requires_grad of {name}": p.requires_grad for name, p in model.named_parameters()} if frozen else {}
+    return {**hooks, **flags}
 
 
 def on_meta(model: nn.Module) -> None:

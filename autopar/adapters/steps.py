@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.runtime import ProgramError
 
@@ -44,7 +45,8 @@ class TrainingStep(nn.Module):
         """The loss."""
         with _recorded(self._module) as calls:
             loss = _loss(self._module.training_step(batch, _Number()))
-        self.logged[:] = [_of_loss(name, value, options, loss) for name, value, options in calls]
+        if not isinstance(loss, FakeTensor):
+            self.logged[:] = [_of_loss(name, value, options, loss) for name, value, options in calls]
         return loss
 
 
@@ -136,7 +138,7 @@ def _loss(found: Any) -> Tensor:
 def _of_loss(name: str, value: Any, options: dict[str, Any], loss: Tensor) -> Logged:
     if isinstance(value, (int, float)):
         return Logged(name, float(value), options)
-    if value is loss or (isinstance(value, Tensor) and value._base is loss):
+    if isinstance(value, Tensor) and value.data_ptr() == loss.data_ptr():  # also detached
         return Logged(name, None, options)
     raise ProgramError(
         f"expected training_step to log its loss or numbers, found {name}, which is neither: a training program "

@@ -94,7 +94,7 @@ class Trainer(transformers.Trainer):
         other = rank if evaluation == source else built(evaluation, self._given) if evaluation else None
         on_meta(self._given)
         rt.seed_dropout(self.args.seed)
-        return PlannedModel(rank, other, why_not)
+        return PlannedModel(rank, other, self._given, why_not)
 
     def _written(self, inputs: dict[str, Any], rows: list[int]) -> tuple[str, ...]:
         self._given.train()
@@ -131,8 +131,10 @@ class Trainer(transformers.Trainer):
         """Each rank gets its part of the model there."""
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.planned is not None
-        return super()._prepare_for_training(*args, **kwargs)
+        planned = self.planned
+        found = super()._prepare_for_training(*args, **kwargs)
+        self.callback_handler.model = planned  # callbacks see what is trained
+        return found
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return self.planned

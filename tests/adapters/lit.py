@@ -26,7 +26,7 @@ class Classifier(lightning.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
         loss = nn.functional.cross_entropy(self(x), y)
-        self.log("loss", loss, on_step=True)
+        self.log("loss", loss.detach(), on_step=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.adapters.loss import loss_with_backward
-from autopar.adapters.planned import LossAlone
+from autopar.adapters.planned import LossAlone, Unchanged
 from autopar.adapters.transformers import Trainer
 from autopar.runtime import ProgramError
 from tests.adapters.trained import Rows, arguments, job, model, reset, run
@@ -125,3 +125,17 @@ def test_a_loss_that_is_scaled_scales_its_gradients_once() -> None:
         torch.testing.assert_close(local(parameter.grad), gradient)
     with pytest.raises(ProgramError, match="found a second"):
         loss.backward()
+
+
+def test_what_is_changed_on_the_model_after_planning_is_refused() -> None:
+    """It would be of no effect: the ranks have the parameters, and the program's blocks run."""
+    given = model()
+    unchanged = Unchanged(given)
+    unchanged.check()
+    given.head.bias.requires_grad_(False)
+    with pytest.raises(ProgramError, match=r"found changes of requires_grad of head\.bias"):
+        unchanged.check()
+    given.head.bias.requires_grad_(True)
+    given.layers[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ProgramError, match=r"found changes of hooks of layers\.0"):
+        unchanged.check()

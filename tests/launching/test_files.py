@@ -161,3 +161,13 @@ def test_what_cannot_be_launched_is_refused(folder: Path, tmp_path: Path, capsys
 def test_nodes_of_unequally_many_devices_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MeshError, match="equally many devices"):
         read_job(saved(tmp_path / "unequal", "h100:1x4+h100:1x2"))
+
+
+@pytest.mark.ranks
+def test_launch_starts_a_rank_for_each_device(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = saved(tmp_path / "own folder", "cpu:2")
+    (folder / "train.py").write_text("import os, sys\nprint(os.environ['WORLD_SIZE'], sys.argv[1:], flush=True)\n")
+    assert main(["launch", str(folder), f"--arguments={shlex.join(ODD)}"]) == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == [f"2 {list(ODD)}"] * 2
+    (folder / "train.py").write_text("raise SystemExit(3)\n")
+    assert main(["launch", str(folder)]) != 0
