@@ -51,7 +51,7 @@ class PartRank(Rank):
     """This rank's part of a part of a model. Called, it returns what the model's forward does."""
 
     _restore: Restore
-    _call: Callable[[], _PartCall | None]
+    _call: Callable[[], _CalledPart | None]
 
     def train_step(self, *inputs: Tensor, local: bool = False, **named_inputs: Tensor) -> Tensor:
         """Raises ProgramError: a part has no loss."""
@@ -179,7 +179,7 @@ class PartRank(Rank):
         if not torch.is_grad_enabled():
             with self._own_precision():
                 (microbatches,) = self._prepare((), given, not is_whole, trains=False)
-                run = _PartCall(self._locals[0], microbatches, [False] * len(names))
+                run = _CalledPart(self._locals[0], microbatches, [False] * len(names))
                 outputs = run.forward()
                 run.part.finish_late()
                 return [x.detach() for x in outputs]
@@ -191,7 +191,7 @@ class PartRank(Rank):
             )
         with self._own_precision(), torch.enable_grad():
             (microbatches,) = self._prepare((), given, not is_whole, trains=True)
-        run = _PartCall(self._locals[0], microbatches, [x.requires_grad for x in differentiable])
+        run = _CalledPart(self._locals[0], microbatches, [x.requires_grad for x in differentiable])
         self.__dict__["_call"] = weakref.ref(run)
         stored = list(self._state.parameters.values())
         trains = any(parameter.tensor.requires_grad for parameter in stored)
@@ -215,7 +215,7 @@ class PartRank(Rank):
         return DTensor.from_local(local, came.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-class _PartCall:
+class _CalledPart:
     """One call: the program's forward pass, and the backward pass that may follow."""
 
     def __init__(self, part: Local, microbatches: list[tuple[Tensor, ...]], needs: list[bool]) -> None:
@@ -255,7 +255,9 @@ class _PartCall:
 
 class _PartFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: _PartCall, stored: Sequence[Any], anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, run: _CalledPart, stored: Sequence[Any], anchor: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.run, ctx.stored, ctx.dtypes = run, stored, [x.dtype for x in inputs]
         ctx.set_materialize_grads(False)
         for parameter in stored:
