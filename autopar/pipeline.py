@@ -44,6 +44,14 @@ from autopar.passes.rewrite import rewrite
 from autopar.passes.rings import rings
 from autopar.passes.stage import stage
 from autopar.passes.template import outset, template
+from autopar.planned_part import (
+    IN_ONE_PIECE,
+    PlannedPart,
+    Structure,
+    checked_part,
+    require_one_piece,
+    stand_in_loss,
+)
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Ended, Report, reporting_passes
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
@@ -99,6 +107,7 @@ def parallelize(
     check: bool = True,
     shapes: Sequence[Any] = (),
     pad: Mapping[str, float] | None = None,
+    part: bool = False,
 ) -> PlannedProgram:
     """Turns a single-device model into the fastest sharded program for a mesh that the search finds.
 
@@ -111,8 +120,10 @@ def parallelize(
     last batch and bucketed lengths: each as example_inputs, with tuples of lengths for tensors; what it leaves out is
     as there. One that the plan does not hold for is a PlanError. pad: by input, the value of rows that count for
     nothing, such as {"labels": -100}: batches of fewer rows are filled up with such; a PlanError where that changes the
-    loss or a gradient. Ctrl-C ends a search with the best plan so far. Raises AutoparError subclasses; InfeasibleError
-    when nothing fits.
+    loss or a gradient. part: the model is a part of one, such as a tower, that a loop of the user's own calls as a
+    module: its forward returns any tensors, and `program.build()` a module whose outputs and inputs have gradients
+    (`runtime.part`). Of one stage, in one microbatch. Ctrl-C ends a search with the best plan so far. Raises
+    AutoparError subclasses; InfeasibleError when nothing fits.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, constraints=constraints,
@@ -121,9 +132,15 @@ def parallelize(
     mesh, ended = checked(mesh), reporting_passes(progress)
     memory_limit_of(memory_limit)  # refused before the model is traced
     optimizer_of(optimizer)
+    if part:
+        loss_fn, constraints = (
+            stand_in_loss(loss_fn, mode, {"shapes": shapes, "pad": pad}),
+            (*constraints, *IN_ONE_PIECE),
+        )
     given = model, example_inputs, loss_fn, mode if plan is None else plan.mode, _precision(precision, plan)
     graph = _trace(*given)
     against_eager = _checked_against_eager(graph, *given) if check else _NOT_ASKED
+    graph = _trace(*given, is_part=True) if part else graph
     ended("trace", f"{len(graph.nodes):,} operators, checked against eager: {against_eager}")
     if plan is None:
         require_matches(constraints, graph)
@@ -143,6 +160,8 @@ def parallelize(
     source = emit(graph, plan, others, filling)
     ended("emit", f"{source.count(chr(10)):,} lines")
     plan = replace(with_simulator(plan, graph), checked_against_eager=against_eager)
+    if part:
+        return PlannedPart(graph, checked_part(plan), source, model_state(model), Structure.of(model, example_inputs))
     return PlannedProgram(graph, plan, source, model_state(with_loss(model, loss_fn)))
 
 
@@ -206,6 +225,7 @@ def template_plan(
     exchange_chunks: int = 1, recompute: str = "none", split: str = "equal",
     loss_fn: Callable[..., Any] | None = None, mode: str = "train", optimizer: str | None = "adamw",
     precision: str | None = None, memory_limit: int | None = None, routing: Routing | None = None, check: bool = True,
+    part: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan that people write by hand for dp × cp × tp × pp devices, as constraints around which the rest is solved.
 
@@ -235,7 +255,7 @@ def template_plan(
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
     modules around each block's attention operator alone; "selective" for operators that are cheap for the memory that
-    this frees, such as norms and activations. routing, check: as in `parallelize`.
+    this frees, such as norms and activations. routing, check, part: as in `parallelize`.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, dp=dp, tp=tp, pp=pp, zero=zero,
@@ -245,9 +265,13 @@ def template_plan(
     check_hsdp(mesh, pp, hsdp, zero)
     check_context(mesh, cp, context)
     template_ranks(mesh, pp, chunks, schedule)
+    if part:
+        loss_fn = stand_in_loss(loss_fn, mode, {})
+        require_one_piece(pp, microbatches)
     given = model, example_inputs, loss_fn, mode, _precision(precision)
     graph = _trace(*given)
     against_eager = _checked_against_eager(graph, *given) if check else _NOT_ASKED
+    graph = _trace(*given, is_part=True) if part else graph
     graph, steps = under_routing(graph, routing, optimizer)
     plan = template_of_graph(
         graph, mesh, dp=dp, tp=tp, pp=pp,
@@ -292,12 +316,16 @@ def _verified_graph(plan: Plan, model: nn.Module, example_inputs: Any, loss_fn: 
     return graph
 
 
-def _trace(model: nn.Module, example_inputs: Any, loss_fn: Any, mode: str, precision: str | None) -> Graph:
+def _trace(
+    model: nn.Module, example_inputs: Any, loss_fn: Any, mode: str, precision: str | None, *, is_part: bool = False
+) -> Graph:  # fmt: skip
     if mode not in ("train", "inference"):
         raise PlanError(f'expected mode="train" or "inference", found {mode!r}')
     if example_inputs is None:
         raise PlanError("expected example_inputs (one global batch; meta tensors will do), found None")
-    return trace(model, example_inputs, loss_fn=loss_fn, mode=mode, compute_dtype=_COMPUTE_DTYPES[precision])
+    return trace(
+        model, example_inputs, loss_fn=loss_fn, mode=mode, compute_dtype=_COMPUTE_DTYPES[precision], is_part=is_part
+    )
 
 
 def _checked_against_eager(

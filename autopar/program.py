@@ -76,11 +76,14 @@ class PlannedProgram:
         write_whole(folder / "program.py", self.source)
         write_whole(folder / "plan.json", self.plan.to_json())
         write_whole(folder / script_name(self.plan), script(self.plan, _figures(self._graph, self.plan)))
+        self._save_weights(folder)
+        return folder
+
+    def _save_weights(self, folder: Path) -> None:
         if self._state is not None:
             part = folder / "weights.pt.part"
             torch.save(dict(self._state), part)
             part.replace(folder / "weights.pt")
-        return folder
 
     @faults_told()
     def save_traced(self, folder: str | Path) -> Path:

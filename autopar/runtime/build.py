@@ -20,6 +20,7 @@ def build(
     device_mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
     timeout_s: float = TIMEOUT_S,
+    rank_type: type[Rank] = Rank,
 ) -> Rank:
     """Builds this rank's part of an emitted program, with its real shards only, not yet loaded (NaN).
 
@@ -39,7 +40,7 @@ def build(
 
         return PipelineRank(program, device_mesh, device, timeout_s)
     mesh = replace(make_rank_mesh(program.AXES, device_mesh, device, timeout_s, program.JOINED), shares=program.SHARES)
-    return Rank(program(mesh), mesh)
+    return rank_type(program(mesh), mesh)
 
 
 def _num_ranks(program: type[Program] | type[Pipeline]) -> int:

@@ -37,21 +37,29 @@ _UPDATES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
 
 
 def convert(
-    program: ExportedProgram, model: nn.Module, names: list[str], paths: list[str], *, prefix: str, mode: str
+    program: ExportedProgram,
+    model: nn.Module,
+    names: list[str],
+    paths: list[str],
+    *,
+    prefix: str,
+    mode: str,
+    is_part: bool = False,
 ) -> Graph:
     """The graph, in which blocks that the program has a marker for are written out; nodes have no final names yet.
 
-    paths: of the outputs in what forward returns. Raises TraceError when training is asked for and no scalar loss is
+    paths: of the outputs in what forward returns. is_part: the inputs have gradients, and all outputs are returned,
+    behind the loss. Raises TraceError when training is asked for and no scalar loss is
     returned, or several of which none is called so.
     """
-    return _Converter(program, model, names, prefix, mode == "train").graph(mode, paths)
+    return _Converter(program, model, names, prefix, mode == "train", is_part).graph(mode, paths)
 
 
 class _Converter:
     def __init__(
-        self, program: ExportedProgram, model: nn.Module, names: list[str], prefix: str, trains: bool
+        self, program: ExportedProgram, model: nn.Module, names: list[str], prefix: str, trains: bool, is_part: bool
     ) -> None:  # fmt: skip
-        self.program, self.trains = program, trains
+        self.program, self.trains, self.is_part = program, trains, is_part
         aside: Aside = program.graph_module.meta.get(WRITTEN_ASIDE, Aside())
         self.aside = {name.removeprefix(prefix) for name in aside.buffers}
         if trains and (found := written_while_kept(aside.steps, aside.returned)):
@@ -88,7 +96,7 @@ class _Converter:
             inputs=tuple(inputs),
             stored=self._in_order(),
             nodes=tuple(self.nodes),
-            outputs=(loss,) if loss else tuple(outputs),
+            outputs=self._returned(loss, outputs),
             tensors=self.tensors,
             loss=loss,
             tied=self.tied,
@@ -99,6 +107,11 @@ class _Converter:
             training=self.model.training,
             inference=mode == "inference",
         )
+
+    def _returned(self, loss: str | None, outputs: list[str]) -> tuple[str, ...]:
+        if loss is None:
+            return tuple(outputs)
+        return (loss, *(name for name in outputs if name != loss)) if self.is_part else (loss,)
 
     def _placeholders(self) -> list[str]:
         """Names what the program is given; the model's inputs in order."""
@@ -111,7 +124,7 @@ class _Converter:
             value = placeholders[fx_name].meta["val"]
             if spec.kind == InputKind.USER_INPUT:
                 self.rename[fx_name] = name = next(given)
-                self._add(name, value, False)
+                self._add(name, value, self.is_part and value.is_floating_point())
                 continue
             if spec.kind not in _KINDS:
                 raise TraceError(f"expected tensors as model state, found {spec.kind} ({spec.target})")

@@ -45,6 +45,7 @@ def trace(
     mode: str = "train",
     compute_dtype: torch.dtype | None = None,
     fewest: int = FEWEST,
+    is_part: bool = False,
 ) -> Graph:
     """The cleaned forward graph of `model` on one global batch.
 
@@ -52,8 +53,9 @@ def trace(
     which the graph is then for. With `loss_fn`, what forward does not take is passed on to `loss_fn(output, ...)`.
     `mode="train"` keeps only the loss and the buffers that forward updates; "inference" keeps every output. Nothing is
     computed and the model is not changed. Of blocks that do the same, when there are at least `fewest`, one is
-    exported, and the graph is as if all were. With `compute_dtype`, the graph is that of the model cast to it; its
-    `kept_dtypes` says what is stored.
+    exported, and the graph is as if all were. is_part: of a model, whose other parts lead to its inputs, which then
+    have gradients, and go on with its outputs, which then follow the loss. With `compute_dtype`, the graph is that of
+    the model cast to it; its `kept_dtypes` says what is stored.
     Raises TraceError naming the source line when the model cannot be captured.
     """
     names, inputs = bind_inputs(model, example_inputs, loss_fn)
@@ -71,7 +73,7 @@ def trace(
         hooks = parameter_hooks(whole) if mode == "train" else {}
         program, paths = export(traced, given, loss, mode, fewest, hooks)
         prefix = "model." if loss_fn is not None or is_wrapped(model) else ""
-        graph = convert(program, with_loss(traced, loss), names, paths, prefix=prefix, mode=mode)
+        graph = convert(program, with_loss(traced, loss), names, paths, prefix=prefix, mode=mode, is_part=is_part)
     arguments = () if inputs.is_plain else inputs.tree
     graph = replace(graph, arguments=arguments, starts=loss_values(model, loss_fn), unsaved=unsaved)
     if compute_dtype is not None:
