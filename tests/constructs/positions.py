@@ -485,13 +485,6 @@ CASES = (
         is_random=True,
     ),
     replace(
-        _with(
-            "dropped weights",
-            attend="return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.3)",
-        ),
-        is_random=True,
-    ),
-    replace(
         _with("flattened and dropped", forward="h = h + F.dropout(h.view(-1, D), 0.3).view(h.shape).sin()"),
         is_random=True,
     ),
