@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import logging
 import os
 import random
 import sys
@@ -134,11 +135,20 @@ class _Calendar(type):
 
 def _asks(frame: FrameType | None) -> bool:
     """Whether a question is the model's, through the standard library or not: what dates a log record is not."""
+    asking = frame
     while frame is not None and _is_of_library(frame.f_code.co_filename):
         if frame.f_globals.get("__name__") == "logging":
             return False
         frame = frame.f_back
-    return frame is not None and not frame.f_code.co_filename.startswith(_OWN)
+    is_models = frame is not None and not frame.f_code.co_filename.startswith(_OWN)
+    return is_models and not _makes_a_record(asking)
+
+
+def _makes_a_record(frame: FrameType | None) -> bool:
+    """Whether a log record is made, by whatever makes them: packages put their own in that place, which date them."""
+    while frame is not None and frame.f_code is not logging.Logger.makeRecord.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextmanager

@@ -350,6 +350,7 @@ def _norm(value: Tensor) -> float:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
+    one, other = (tensor.to_dense() if tensor.is_sparse else tensor for tensor in (one, other))
     return torch.equal(one, other) or bool((one != one).all() and (other != other).all())
 
 

@@ -6,6 +6,7 @@ import datetime as datetime_module
 import functools
 import gc
 import itertools
+import logging
 import random
 import secrets
 import threading
@@ -464,6 +465,30 @@ def test_what_changes_without_effect_is_traced(function: Callable[[Any, Tensor],
     assert trace(model, (x,)).loss is not None
     assert model.inner.calls == 0 and model.inner.cache is None and not model.inner.log
     assert not model.inner.step.history and model.inner.empty is None and not hasattr(model.inner, "mask")
+
+
+def _told(m: Any, h: Tensor) -> Tensor:
+    logging.getLogger(__name__).warning("%d rows", h.shape[0])
+    return h.relu()
+
+
+def test_what_packages_date_log_records_with_is_not_forwards() -> None:
+    """Ray and others put what makes records in the place of logging's own."""
+    before = logging.getLogRecordFactory()
+
+    def dated(*args: Any, **options: Any) -> logging.LogRecord:
+        record = before(*args, **options)
+        record.created = time.time_ns() / 1e9
+        return record
+
+    logging.setLogRecordFactory(dated)
+    try:
+        model, x = _model(_told, "cpu")
+        assert trace(model, (x,)).loss is not None
+        with pytest.raises(TraceError, match=r"(?s)asks time.perf_counter_ns at.*test_python_state"):
+            trace(_model(lambda m, h: _told(m, _by_clock(m, h)), "cpu")[0], (x,))
+    finally:
+        logging.setLogRecordFactory(before)
 
 
 def test_what_other_threads_and_the_collector_ask_is_not_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
