@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 
 from autopar.ops import has_rules
+from autopar.trace.registrations import registrations_kept
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -130,7 +131,7 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
 
     One pass does both: each pass runs the whole model on fake tensors, which is most of the time that tracing takes.
     """
-    with _composites_listed_once():
+    with _composites_listed_once(), registrations_kept():
         functional: ExportedProgram = program.run_decompositions(_decompositions())
     return functional
 
