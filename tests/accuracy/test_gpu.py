@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from autopar.profiler import load_profile
 from autopar.trace import trace
 from benchmarks.accuracy.gpu import decoder
 from benchmarks.accuracy.gpu.__main__ import main
@@ -122,6 +123,20 @@ def test_every_framework_has_a_software_and_the_file_is_what_is_written(tmp_path
     write_softwares(softwares, tmp_path / "again.json")
     assert read_softwares(tmp_path / "again.json")[0].slowdowns == softwares[0].slowdowns
     assert [item.name for item in read_softwares(tmp_path / "again.json")] == [item.name for item in softwares]
+
+
+def test_a_slowdown_reaches_operators_of_the_family_that_have_a_curve_of_their_own() -> None:
+    """RMS norms are known apart from others on h100, and nanotron's slowdown of norms was lost there."""
+    h100, nanotron = load_profile("h100"), software_of("nanotron", read_softwares())
+    twice = replace(
+        nanotron, slowdowns={**nanotron.slowdowns, "normalization": 2 * nanotron.slowdowns["normalization"]}
+    )
+    assert "rms_norm" in h100.operators
+    for family in ("normalization", "rms_norm"):
+        slow, slower = (
+            software.on(h100).curve(family).forward.effective_work(1 << 28) for software in (nanotron, twice)
+        )
+        assert slower == pytest.approx(2 * slow)
 
 
 @pytest.mark.parametrize("is_llama", [False, True])

@@ -16,6 +16,7 @@ from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from autopar.simulate import Overlap, Timeline, simulate
+from autopar.simulate.incremental import Incremental
 from autopar.trace import trace
 from models import gpt
 
@@ -78,3 +79,14 @@ def test_the_copies_stay_where_no_axis_gathers_them_either(devices: int, tp: int
     cast, _ = _steps(torch.bfloat16, devices=devices, tp=tp)
     kept = cast.memory_at_peak["parameters"]
     assert cast.memory_at_peak["gathered"] == kept // 2, "two bytes of four"
+
+
+@pytest.mark.parametrize(
+    "options", [{"dp": 2, "zero": 3}, {"dp": 2, "microbatches": 2}, {"tp": 2}, {"dp": 2, "zero": 1, "microbatches": 2}]
+)
+def test_parts_and_the_whole_cast_alike(options: dict[str, int]) -> None:
+    graph = _graph(torch.bfloat16)[1]
+    plan = template_of_graph(graph, autopar.Mesh("h100", devices_per_node=2), **options, precision="bf16")
+    part = divided_graph(graph, plan.microbatches)
+    whole, cut = (Incremental(part, H100, in_parts=in_parts).timeline(plan) for in_parts in (False, True))
+    assert (whole.step_time_ns, whole.peak_bytes) == (cut.step_time_ns, cut.peak_bytes)
