@@ -208,6 +208,15 @@ def test_gated_is_swiglu_with_its_gradient() -> None:
     torch.testing.assert_close(made.grad, plain.grad)
 
 
+def test_squared_relu_has_its_gradient() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    plain = x.detach().clone().requires_grad_()
+    decoder.squared_relu(x).square().sum().backward()
+    F.relu(plain).square().square().sum().backward()
+    torch.testing.assert_close(x.grad, plain.grad)
+
+
 def test_rotation_turns_back() -> None:
     torch.manual_seed(0)
     x, angles = torch.randn(1, 2, 3, 8, dtype=torch.float64, requires_grad=True), torch.rand(3, 4, dtype=torch.float64)
