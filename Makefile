@@ -16,7 +16,7 @@ test: lint
 	$(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
 
 unit: $(INSTALLED)
-	$(PYTHON) -m pytest -n $(WORKERS) -m "not ranks and not sweep"
+	$(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup -m "not ranks and not sweep"
 
 lint: $(INSTALLED)
 	$(PYTHON) -m ruff check

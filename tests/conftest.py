@@ -27,10 +27,14 @@ if TYPE_CHECKING:
     from autopar.ir.tried import Tried
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
+UNIT = "not ranks and not sweep"
 RANKS_FIXTURE = "rank_pool"
 _TRACED: list[Known] = []
-#: whose tests plan models and run them, mostly on threads: those of one file share what they import and trace
-ROOMS_OF_SWEEPS = {"branches", "carried", "constructs", "equivalence", "random_programs"}
+#: whose tests plan whole models, or run them, mostly on threads: those of one file share what they import and trace
+ROOMS_OF_SWEEPS = {
+    "accuracy", "auditing", "branches", "carried", "constructs", "equivalence", "models", "observed", "pipeline",
+    "random_programs", "show", "simulate", "soap", "substitute",
+}  # fmt: skip
 
 # Read when torch starts its threads, which is after this file: several ranks share the machine's few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -92,6 +96,12 @@ def _no_search_makes_ill_typed_plans(monkeypatch: pytest.MonkeyPatch) -> None:
         return refused(candidate, error)
 
     monkeypatch.setattr(driver, "refused", told)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Rooms of sweeps are not read, with all that they import, where unit tests alone are asked for."""
+    is_room = collection_path.parent == Path(__file__).parent and collection_path.name in ROOMS_OF_SWEEPS
+    return True if is_room and config.getoption("markexpr") == UNIT else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

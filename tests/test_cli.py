@@ -17,6 +17,8 @@ from autopar.profiler import host, load_profile
 from autopar.show.text import used_placements
 from tests.test_house import ROOT
 
+pytestmark = pytest.mark.sweep
+
 MODEL, MESH = "models.mlp", "h100:2"
 
 

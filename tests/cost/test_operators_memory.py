@@ -16,6 +16,8 @@ from autopar.ops.workspace import Sizes
 from autopar.trace import trace
 from benchmarks.accuracy.lifetimes import track
 
+pytestmark = pytest.mark.sweep
+
 KB = 1000
 Operator = Callable[[Tensor, Tensor], Tensor]
 

@@ -22,6 +22,8 @@ from autopar.request import Request, SearchBudget
 from autopar.trace import find_blocks, trace
 from tests.equivalence import zoo
 
+pytestmark = pytest.mark.sweep
+
 
 def _problem(graph: Graph, microbatches: int) -> Built:
     mesh = autopar.Mesh("a100", devices_per_node=4)

@@ -24,6 +24,8 @@ from autopar.trace.eager import summary
 from autopar.trace.originals import Originals
 from autopar.trace.smaller import cut, retraced, sizes_to_cut
 
+pytestmark = pytest.mark.sweep
+
 WIDTH = 320
 """Its square is more than the comparison keeps as it is, of values and of gradients."""
 SEEN: list[float] = []

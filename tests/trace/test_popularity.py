@@ -12,6 +12,8 @@ import autopar
 from autopar.cli import main
 from autopar.errors import PlanError
 
+pytestmark = pytest.mark.sweep
+
 transformers = pytest.importorskip("transformers")
 
 

@@ -21,6 +21,8 @@ from autopar.trace.markers import repeated
 from autopar.trace.repeats import Repeats
 from tests.equivalence import zoo
 
+pytestmark = pytest.mark.sweep
+
 _NEVER = 10**9
 
 

@@ -12,6 +12,8 @@ from autopar.interop.clustering import _least_within
 from autopar.trace import find_blocks, trace
 from tests.equivalence.on_threads import planned, program_differences
 
+pytestmark = pytest.mark.sweep
+
 
 class Loop(nn.Module):
     """So many turns of three operators; the weights are one, or each turn's own."""

@@ -13,6 +13,8 @@ from autopar.ops import coverage
 from autopar.trace import find_blocks, trace
 from tests.trace.test_trace import check_against_model
 
+pytestmark = pytest.mark.sweep
+
 _COMMON: dict[str, Any] = {"vocab_size": 96, "use_cache": False}
 
 
