@@ -86,7 +86,7 @@ def test_example_models_split_by_rows(module: Any, sizes: tuple[int, ...], place
 EXPERTS = [f"model.layers.{layer}.mlp.experts.{name}" for layer in range(2) for name in ("gate_up_proj", "down_proj")]
 
 
-@pytest.mark.sampled(only=("tokens_and_experts", "experts"))
+@pytest.mark.sampled(only=("tokens_and_experts",))
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("sizes", "tokens", "experts", "call"),

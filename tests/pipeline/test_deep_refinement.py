@@ -11,7 +11,7 @@ import autopar
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.microbatch import check_plan
-from autopar.pipeline import placed, simulated_step
+from autopar.pipeline import placed, simulated_step, template_of_graph
 from autopar.profiler import load_profile
 from autopar.refinement import Worlds, refined
 from autopar.refinement.shortened import shortened
@@ -97,7 +97,7 @@ def test_a_limit_holds_for_the_whole_model() -> None:
 
 
 def test_shallow_models_stay_whole() -> None:
-    plan = placed(graph(2 * KEPT), request())
+    plan = template_of_graph(graph(2 * KEPT), MESH, dp=16)
     every = worlds(plan, 2 * KEPT)
     assert shortened(every, every.start("the plan", plan)) is None
 

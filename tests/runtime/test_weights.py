@@ -66,7 +66,7 @@ def there_and_back(
     return rank.full_state_dict(), str(told)
 
 
-@pytest.mark.sampled(only=("tp", "stages"))
+@pytest.mark.sampled(only=("tp",))
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_saved_model_is_loaded_in_slices_and_written_as_it_was(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, plan: str
