@@ -17,7 +17,7 @@ from tests.ops.samples import Sample, close, exact, f
 from tests.ops.sweep import Calls, everything_trusted, is_candidate, prove, summary
 from tests.ops.torch_samples import torch_samples
 
-NUM_INFOS, MAX_CALLS, MAX_PAIRS = 100, 2, 4
+NUM_INFOS, MAX_CALLS, MAX_PAIRS = 50, 2, 4
 
 
 @pytest.mark.sweep
@@ -33,7 +33,7 @@ def test_a_fixed_part_of_the_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     failures = {op: proof.failure for op, proof in found.items() if proof.failure and op not in proofs.FAILED}
     assert failures == {}
     held = {op for op, proof in found.items() if proof.holds}
-    assert len(held) >= 80
+    assert len(held) >= 75
     assert held <= {*proofs.PROVED, *proofs.FAILED}, "python -m tests.ops.sweep makes the record anew"
     need = {op for op, proof in found.items() if proof.holds and proof.needs_elements}
     assert need <= {*proofs.NEED_ELEMENTS, *proofs.FAILED}
