@@ -38,7 +38,7 @@ from autopar.program import PlannedProgram
 from benchmarks.facts import facts
 
 HERE = Path(__file__).parent
-MODELS = ("models.gpt:Config", "models.llama:Config", "models.wide_resnet:Config", "models.unet:Config")
+MODELS = ("models.gpt:Config", "models.llama:Config", "models.wide_resnet:Config")
 PRODUCTS = ("matmul", "attention", "convolution")
 
 
