@@ -23,7 +23,7 @@ from autopar.runtime import ProgramError, Rank, build
 _ORDER = ("microbatches", "schedule", "chunks", "recompute")  # of a step's passes: inference has one
 
 
-class _Outputs(nn.Module):
+class _AllOutputs(nn.Module):
     """The model with its outputs as a plain tuple of tensors; parameters and buffers have the model's names."""
 
     def __init__(self, model: nn.Module, ignored: Sequence[str]) -> None:
@@ -131,7 +131,7 @@ class Predictor:
 
     def _written(self, inputs: dict[str, Any]) -> tuple[str, str, str]:
         """The source, the outputs' form, and for which numbers of rows."""
-        step, size = _Outputs(self.given, self.ignored), num_rows(inputs)
+        step, size = _AllOutputs(self.given, self.ignored), num_rows(inputs)
         form = step.form(inputs)
         others = [count for count in self.rows if count != size and count not in self._ranks]
         shapes = [{"batch": {**_lengths(inputs), **with_rows(inputs, count)}} for count in others]
