@@ -162,7 +162,7 @@ def parallelize(
     plan = replace(with_simulator(plan, graph), checked_against_eager=against_eager)
     if part:
         return PlannedPart(graph, checked_part(plan), source, model_state(model), Structure.of(model, example_inputs))
-    return PlannedProgram(graph, plan, source, model_state(with_loss(model, loss_fn)))
+    return PlannedProgram(graph, plan, source, model_state(with_loss(model, loss_fn)), others, filling)
 
 
 def _traced_as(given: tuple[Any, ...], check: bool, example_inputs: Any) -> Graph:

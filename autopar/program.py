@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -41,8 +41,13 @@ if TYPE_CHECKING:
 class PlannedProgram:
     """A sharded program: its plan, its source, and the ways to run it."""
 
-    def __init__(self, graph: Graph, plan: Plan, source: str, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, graph: Graph, plan: Plan, source: str, state: Mapping[str, Any] | None = None,
+        others: Sequence[tuple[Graph, Plan]] = (), filling: Mapping[str, float | None] | None = None,
+    ) -> None:  # fmt: skip
+        """others, filling: steps of other shapes and what fills up short batches, as for `emit`."""
         self.plan = plan
+        self._others, self._filling = others, filling or {}
         self.source = source
         self._graph = graph
         self._state = state
@@ -96,7 +101,8 @@ class PlannedProgram:
             )
         folder, timeline = self.save(folder), self.plan.timeline()
         assert isinstance(timeline, Timeline), "the simulator's own"
-        write_whole(folder / "traced.py", emit(self._graph, self.plan, is_traced=True))
+        source = emit(self._graph, self.plan, self._others, self._filling, is_traced=True)
+        write_whole(folder / "traced.py", source)
         write_whole(folder / "expected.json", json.dumps(expected(self._graph, self.plan, timeline)))
         return folder
 

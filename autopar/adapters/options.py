@@ -14,7 +14,6 @@ _PRECISION = 'the plan says in which precision is computed: options={"precision"
 _PLAN = "the plan says how devices share the work"
 _RECOMPUTE = 'the plan says what is computed again: plan={…, "recompute": "full"}, or a constraint'
 _LOSS = "put it into the model's forward, so that it is planned"
-_ALONE = "evaluation returns the loss alone"
 _MODEL = "prepare the model before it is given to the trainer"
 
 #: by name of an argument, what to do instead; any value but None, False, 0, "" and empty ones is refused
@@ -26,7 +25,7 @@ _ARGUMENTS = {
     "auto_find_batch_size": "a plan is for one batch", "deepspeed": _PLAN, "fsdp": _PLAN, "parallelism_config": _PLAN,
     "ddp_find_unused_parameters": _PLAN, "ddp_bucket_cap_mb": _PLAN, "ddp_broadcast_buffers": _PLAN,
     "ddp_static_graph": _PLAN, "optim_target_modules": "name parameters in optimizer_cls_and_kwargs",
-    "eval_use_gather_object": _ALONE, "batch_eval_metrics": _ALONE,
+    "eval_use_gather_object": "each process has all outputs",
     "enable_jit_checkpoint": "save every few steps", "debug": "debug the model in one process",
     "save_on_each_node": "all ranks must see one folder",
 }  # fmt: skip
@@ -60,8 +59,6 @@ def check_trainer(trainer: Any, model_init: Any) -> None:
     found = {
         "model_init": (model_init, "give the model"),
         "compute_loss_func": (trainer.compute_loss_func, _LOSS),
-        "compute_metrics": (trainer.compute_metrics, _ALONE),
-        "preprocess_logits_for_metrics": (trainer.preprocess_logits_for_metrics, _ALONE),
         "optimizers": (trainer.optimizer, "made of the model's parameters, which are not the ranks': take "
                        "optimizer_cls_and_kwargs"),
         "optimizers[1]": (trainer.lr_scheduler, "take lr_scheduler_type"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -24,18 +24,22 @@ class PlannedModel(nn.Module):
         where there is none, and why_not says why. given: the model that was planned."""
         super().__init__()
         self.__dict__.update(  # no submodules: their mode is fixed
-            rank=rank, _evaluation=evaluation, _why_not=why_not, _unchanged=Unchanged(given),
+            rank=rank, _evaluation=evaluation, _why_not=why_not, _unchanged=Unchanged(given), predictor=None,
             config=getattr(given, "config", None),
         )  # fmt: skip
 
     rank: Rank
+    predictor: Callable[[dict[str, Any]], Any] | None  # where all outputs are asked for, what makes them
     _evaluation: Rank | None
     _why_not: str
     _unchanged: Unchanged
 
-    def forward(self, **inputs: Any) -> LossAlone:
-        """The loss of the whole batch, equal on all ranks, as the only entry of a dict."""
+    def forward(self, **inputs: Any) -> Any:
+        """The loss of the whole batch, equal on all ranks, as the only entry of a dict; or all outputs, from the
+        predictor."""
         self._unchanged.check()
+        if self.predictor is not None:
+            return self.predictor(tensors_of(inputs))
         if self.training and torch.is_grad_enabled():
             return LossAlone(loss=loss_with_backward(self.rank, inputs))
         return LossAlone(loss=_loss(self._evaluating()(**inputs), self.rank))
@@ -124,8 +128,15 @@ def _of(model: nn.Module, frozen: bool) -> dict[str, Any]:
 
 
 def on_meta(model: nn.Module) -> None:
-    """Frees a model's weights, which the ranks hold now; whoever computes with the model is told by torch."""
-    model.to("meta")
+    """Frees a model's weights, which the ranks hold now; whoever computes with the model is told by torch. Tied ones
+    stay tied, and buffers stay: what a model computes once, such as frequencies, is needed to plan it again."""
+    known: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in known:
+                    known[id(parameter)] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+                module._parameters[name] = known[id(parameter)]
 
 
 def tensors_of(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import os
 import random
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +32,7 @@ from autopar.adapters.building import WantedPlan, built, on_first
 from autopar.adapters.evaluating import evaluation_source
 from autopar.adapters.options import check_arguments, check_trainer
 from autopar.adapters.planned import PlannedModel, on_meta, tensors_of
+from autopar.adapters.predicting import Predictor
 from autopar.adapters.rows import in_rows
 from autopar.adapters.samples import as_before, first_batch, num_rows, row_counts
 from autopar.ir.plan import Plan
@@ -166,14 +168,26 @@ class Trainer(transformers.Trainer):
         """Samples of an optimizer step: each process has them all."""
         return int(self._train_batch_size * args.gradient_accumulation_steps)
 
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Trainer, with the weights of now."""
+        predictor = self._predictor
+        predictor.rows = row_counts(dataloader, self.args.eval_batch_size, self.args.dataloader_drop_last)
+        predictor.forget_weights()
+        return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    @cached_property
+    def _predictor(self) -> Predictor:
+        ignored = getattr(getattr(self._given, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
+        planned = self.planned
+        return Predictor(self._asked, self.plan.mesh, self._given, planned.rank, tuple(ignored))
+
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        """The loss of a batch. Raises ProgramError where more is asked for."""
-        if not prediction_loss_only:
-            raise ProgramError(
-                "expected to evaluate the loss alone, found that predictions are asked for; save the model, and load "
-                "it in one process for them"
-            )
-        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        """The loss of a batch, and all outputs where they are asked for."""
+        self.planned.__dict__["predictor"] = None if prediction_loss_only else self._predictor
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self.planned.__dict__["predictor"] = None
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises ProgramError: each trial would need a model of its own."""

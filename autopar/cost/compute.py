@@ -167,31 +167,48 @@ def _detail(node: Node) -> str:
 def call_time_ns(call: WorkKey, profile: Profile) -> tuple[int, int]:
     """Nanoseconds (forward, backward) of a call: as runs have shown (`cost.seen`), else as it is priced."""
     priced = priced_call_ns(call, profile)
-    if not profile.seen.calls:
+    if not profile.seen:
         return priced
-    return _seen_ns(call, 0, priced[0], profile), _seen_ns(call, 1, priced[1], profile)
+    host = profile.seen.host_ns(profile.ranks_sharing)
+    forward, backward = (
+        _seen_ns(call, side, priced_ns, profile) + (host if priced_ns else 0) for side, priced_ns in enumerate(priced)
+    )
+    return forward, backward
 
 
 def _seen_ns(call: WorkKey, direction: int, priced_ns: int, profile: Profile) -> int:
+    """Without the host."""
     sharing = profile.ranks_sharing
     exact = profile.seen.by_call.get((call, sharing))
     spent = exact.spent_ns[direction] if exact else None
     if spent is not None and priced_ns:
         return spent
     key = call.op, call.dtype, sharing
-    if key not in profile.seen.alike or not priced_ns:
+    if key not in profile.seen.alike:
+        key = _curve_of(call, profile), call.dtype, sharing
+    if not priced_ns:
         return priced_ns
     return round(priced_ns * math.exp(log_factor(_ratios(key, direction, profile), math.log(priced_ns))))
 
 
+def _curve_of(call: WorkKey, profile: Profile) -> str:
+    """The name of the family's curve by which a call is priced."""
+    kind = operator(call.op).work
+    is_view = kind is VIEW or kind.family == "view"
+    return "views" if is_view else f"family {profile.curve(kind.family).family}"
+
+
 def _ratios(key: tuple[str, str, int], direction: int, profile: Profile) -> Ratios:
-    """How much longer calls of an operator were seen to take than they are priced, by their price."""
+    """How much longer calls of an operator (or of a family) were seen to take than they are priced, by their price."""
     known = profile.seen_ratios.get((key, direction))
     if known is None:
-        pairs = [
-            (priced_call_ns(item.call, profile)[direction], item.spent_ns[direction])
-            for item in profile.seen.alike[key]
+        op, *others = key
+        alike = profile.seen.alike.get(key) or [
+            item
+            for item in profile.seen.calls
+            if [item.call.dtype, item.ranks_sharing] == others and _curve_of(item.call, profile) == op
         ]
+        pairs = [(priced_call_ns(item.call, profile)[direction], item.spent_ns[direction]) for item in alike]
         known = in_order((math.log(priced), math.log(spent / priced)) for priced, spent in pairs if priced and spent)
         profile.seen_ratios[key, direction] = known
     return known

@@ -1,4 +1,4 @@
-"""What runs of programs have shown a profile to take otherwise: calls, collectives and updates, as they were seen.
+"""What runs of programs have shown a profile to take otherwise: calls, collectives, updates and the host, as seen.
 
 What was seen counts as it was seen. What is alike (the same operator in the same dtype and direction; the same
 collective among as many ranks) takes as much longer than it is priced as its neighbours in size did, between two of
@@ -7,8 +7,10 @@ nothing:
 
     log factor(x) = max(0, 1 − |x − nearest| / log 4) · interpolation of log(seen / priced) at x
 
-with x the logarithm of the nanoseconds that a call is priced at without this, or of a collective's bytes. Ranks that
-share cores with as many others as when it was seen are alone in taking it.
+with x the logarithm of the nanoseconds that a call is priced at without this, or of a collective's bytes. An operator
+that was not seen follows those of its family, whose curve it shares. Each call takes beside that what the host was seen
+to spend around statements: Python, autograd, launches. Ranks that share cores with as many others as when it was seen
+are alone in taking it.
 """
 
 from __future__ import annotations
@@ -72,6 +74,16 @@ class SeenUpdate:
     provenance: Provenance
 
 
+@dataclass(frozen=True)
+class SeenHost:
+    """What a step takes of the host that belongs to no statement, by the calls of the step."""
+
+    call_ns: int
+    ranks_sharing: int
+    count: int
+    provenance: Provenance
+
+
 @dataclass(frozen=True, eq=False)
 class SeenRuns:
     """All of it. Compared by identity, as the profile that has it."""
@@ -79,9 +91,14 @@ class SeenRuns:
     calls: tuple[SeenCall, ...] = ()
     collectives: tuple[SeenCollective, ...] = ()
     updates: tuple[SeenUpdate, ...] = ()
+    hosts: tuple[SeenHost, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.calls or self.collectives or self.updates)
+        return bool(self.calls or self.collectives or self.updates or self.hosts)
+
+    def host_ns(self, ranks_sharing: int) -> int:
+        """What each call takes of the host beside itself, forward and backward each."""
+        return next((item.call_ns for item in self.hosts if item.ranks_sharing == ranks_sharing), 0)
 
     @cached_property
     def by_call(self) -> dict[tuple[WorkKey, int], SeenCall]:
@@ -99,7 +116,7 @@ class SeenRuns:
     @property
     def provenance(self) -> str:
         """Where all of it comes from."""
-        every: tuple[Any, ...] = (*self.calls, *self.collectives, *self.updates)
+        every: tuple[Any, ...] = (*self.calls, *self.collectives, *self.updates, *self.hosts)
         return "; ".join(dict.fromkeys(str(item.provenance) for item in every))
 
 
@@ -142,6 +159,7 @@ def merged(before: SeenRuns, now: SeenRuns) -> SeenRuns:
             )
         ),
         tuple(_merged(before.updates, now.updates, lambda one: (one.priced_ns, one.ranks_sharing))),
+        tuple(_merged(before.hosts, now.hosts, lambda one: one.ranks_sharing)),
     )  # fmt: skip
 
 
@@ -175,7 +193,7 @@ def _mean(old: int | None, new: int | None, old_count: int, new_count: int) -> i
 def seen_from_json(data: dict[str, Any]) -> SeenRuns:
     """Of a profile's JSON, which its schema has checked."""
     kinds: tuple[tuple[str, Any], ...] = (
-        ("calls", SeenCall), ("collectives", SeenCollective), ("updates", SeenUpdate)
+        ("calls", SeenCall), ("collectives", SeenCollective), ("updates", SeenUpdate), ("hosts", SeenHost)
     )  # fmt: skip
     return SeenRuns(**{name: tuple(_read(kind, item) for item in data.get(name, ())) for name, kind in kinds})
 
@@ -193,6 +211,7 @@ def seen_to_json(seen: SeenRuns) -> dict[str, Any]:
         "calls": [{**_written(item), "call": call_to_json(item.call)} for item in seen.calls],
         "collectives": list(map(_written, seen.collectives)),
         "updates": list(map(_written, seen.updates)),
+        "hosts": list(map(_written, seen.hosts)),
     }
 
 

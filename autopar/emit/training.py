@@ -38,6 +38,49 @@ def initialise(rank: rt.Rank, weights: Path | None = None) -> str:
 
 """
 
+_TEXT = '''def text_tokens(files: list[Path], tokenizer: str | None) -> torch.Tensor:
+    """The tokens of all files, each ended as the tokenizer ends texts, if it does; without a tokenizer bytes."""
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    if tokenizer is None:
+        return torch.tensor(list("\\n".join(texts).encode()))
+    from transformers import AutoTokenizer
+
+    made = AutoTokenizer.from_pretrained(tokenizer)
+    found = []
+    for text in texts:
+        found += made(text, verbose=False)["input_ids"]
+        if made.eos_token_id is not None and found[-1:] != [made.eos_token_id]:
+            found.append(made.eos_token_id)
+    return torch.tensor(found)
+
+
+def tokenizer_of(options: argparse.Namespace) -> str | None:
+    """That of --tokenizer, or else what lies beside the weights; None for bytes."""
+    if options.tokenizer:
+        return None if options.tokenizer == "bytes" else options.tokenizer
+    has_one = options.weights is not None and (options.weights / "tokenizer_config.json").is_file()
+    return str(options.weights) if has_one else None
+
+
+def text_batches(files: list[Path], tokenizer: str | None, seed: int | None):
+    """Pieces of text of the length that the program was planned for, shuffled if there is a seed."""
+    rows, length = program.Program.INPUTS[0].shape
+    tokens = text_tokens(files, tokenizer)
+    names = [spec.name for spec in program.Program.INPUTS]
+    shift = int(len(names) == 2 and names != ["input_ids", "labels"])  # where models do not shift labels themselves
+    starts = range(0, len(tokens) - length - shift + 1, length)
+    read, wanted = ([tokens[at + by : at + by + length] for at in starts] for by in (0, shift))
+    pieces = [dict(zip(names, pair)) for pair in zip(read, wanted, strict=True)]
+    if len(pieces) < rows:
+        raise SystemExit(f"expected text of {{rows * length}} tokens for a batch, found {{len(tokens)}}")
+    order = None if seed is None else torch.Generator().manual_seed(seed)
+    return torch.utils.data.DataLoader(
+        pieces, batch_size=rows, shuffle=order is not None, drop_last=True, generator=order
+    )
+
+
+'''
+
 _EVALUATE = '''"""Runs the program beside this file: torchrun --nproc-per-node {world} evaluate.py
 
 Replace `batches()` by your data: each item is one global batch, the same on every rank. Every output is whole on every
@@ -56,20 +99,25 @@ from autopar import runtime as rt
 HERE = Path(__file__).parent
 
 
-{batches}{initialise}def main(steps: int, weights: Path | None) -> None:
+{batches}{text}{initialise}def main(options: argparse.Namespace) -> None:
     rt.keep_freed_memory()  # of tensors on the CPU, for the next step
     rank = rt.build(program.Program, timeout_s=300)  # how long ranks wait for one that is slow or lost
     is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    told = initialise(rank, weights)
+    told = initialise(rank, options.weights)
     if told and is_first:
         print(told, flush=True)
+    data = text_batches(options.text, tokenizer_of(options), None) if options.text else batches()
+    kept = []
     with torch.no_grad():
-        for step, batch in enumerate(itertools.islice(batches(), steps)):
+        for step, batch in enumerate(itertools.islice(data, options.steps)):
             outputs = rank(**batch)
             if is_first:
+                kept += [(batch, outputs)] if options.outputs else []
                 outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
                 told = (f"{{list(output.shape)}} mean {{output.double().mean().item():.4g}}" for output in outputs)
                 print(f"step {{step}} {{', '.join(told)}}", flush=True)
+    if options.outputs and is_first:
+        torch.save(kept, options.outputs)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -78,8 +126,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--weights", type=Path, help="a folder of save_pretrained's")
-    options = parser.parse_args()
-    main(options.steps, options.weights)
+    parser.add_argument("--text", type=Path, nargs="+", help="files to read, in the place of batches()")
+    parser.add_argument("--tokenizer", help="a folder of transformers' tokenizer; by default the weights', else bytes")
+    parser.add_argument("--outputs", type=Path, help="a file for all batches and their outputs, by torch.save")
+    main(parser.parse_args())
 '''
 
 _TRAIN = '''"""Trains the program beside this file: torchrun --nproc-per-node {world} train.py [OPTIONS], see --help
@@ -108,28 +158,7 @@ STEP_FLOPS = {step_flops}  # of the model, forward and backward, without what ru
 PEAK_FLOPS = {peak_flops}  # a second, of all devices together, {dtype}
 
 
-{batches}def text_batches(files: list[Path], tokenizer: str | None, seed: int):
-    """Pieces of text of the length that the program was planned for, as bytes or by a tokenizer of transformers."""
-    rows, length = program.Program.INPUTS[0].shape
-    text = "\\n".join(file.read_text(encoding="utf-8") for file in files)
-    if tokenizer is None:
-        tokens = torch.tensor(list(text.encode()))
-    else:
-        from transformers import AutoTokenizer
-
-        tokens = torch.tensor(AutoTokenizer.from_pretrained(tokenizer)(text)["input_ids"])
-    names = [spec.name for spec in program.Program.INPUTS]
-    shift = 0 if names == ["input_ids", "labels"] else 1  # models of transformers look at the next token themselves
-    starts = range(0, len(tokens) - length - shift + 1, length)
-    read, wanted = ([tokens[at + by : at + by + length] for at in starts] for by in (0, shift))
-    pieces = [dict(zip(names, pair, strict=True)) for pair in zip(read, wanted, strict=True)]
-    if len(pieces) < rows:
-        raise SystemExit(f"expected text of {{rows * length}} tokens for a batch, found {{len(tokens)}}")
-    order = torch.Generator().manual_seed(seed)
-    return torch.utils.data.DataLoader(pieces, batch_size=rows, shuffle=True, drop_last=True, generator=order)
-
-
-{initialise}def learning_rate(options: argparse.Namespace, step: int) -> float:
+{batches}{text}{initialise}def learning_rate(options: argparse.Namespace, step: int) -> float:
     """Of a step, as a share of --lr: a linear warm-up, then constant, or down to a tenth by a cosine."""
     if step < options.warmup_steps:
         return (step + 1) / options.warmup_steps
@@ -169,8 +198,9 @@ def main(options: argparse.Namespace) -> None:
         rank.parameters(), lr=options.lr, weight_decay=options.weight_decay, fused=is_on_gpu or None
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(options, step))
-    loader = text_batches(options.text, options.tokenizer, options.seed) if options.text else batches()
-    held_out = text_batches(options.eval_text, options.tokenizer, options.seed) if options.eval_text else None
+    tokenizer = tokenizer_of(options)
+    loader = text_batches(options.text, tokenizer, options.seed) if options.text else batches()
+    held_out = text_batches(options.eval_text, tokenizer, None) if options.eval_text else None
     data = rank.batches(loader, epochs=None)
     is_first = rank.number == 0
     started = initialise(rank, options.weights)
@@ -235,7 +265,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the order of text")
     parser.add_argument("--weights", type=Path, help="a folder of save_pretrained's to begin with")
     parser.add_argument("--text", type=Path, nargs="+", help="files to train on, in the place of batches()")
-    parser.add_argument("--tokenizer", help="a folder of transformers' tokenizer; else bytes are tokens")
+    parser.add_argument("--tokenizer", help="a folder of transformers' tokenizer; by default the weights', else bytes")
     parser.add_argument("--eval-text", type=Path, nargs="+", help="files to evaluate on")
     parser.add_argument("--eval-every", type=int, default=50, help="steps")
     parser.add_argument("--eval-batches", type=int, default=8)
@@ -271,7 +301,7 @@ def script(plan: Plan, figures: StepFigures) -> str:
     """The text of the script for a plan."""
     text = _TRAIN if plan.mode == "train" else _EVALUATE
     return text.format(
-        world=plan.mesh.num_devices, batches=_BATCHES, initialise=_INITIALISE, dtype=figures.dtype,
+        world=plan.mesh.num_devices, batches=_BATCHES, text=_TEXT.format(), initialise=_INITIALISE, dtype=figures.dtype,
         predicted_s=f"{plan.predicted.step_time_ns / 1e9:.6g}", step_flops=f"{figures.step_flops:.4g}",
         peak_flops=f"{figures.peak_flops:.4g}",
     )  # fmt: skip

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from autopar.errors import PlanError
 from autopar.launching.job import SavedJob
 from autopar.launching.yaml_text import yaml_text
 
 _PYTORCH = "pytorch"  # the container that the operator looks for
+_LONGEST = 63  # letters of a pod's host name, which is the job's name and which of its pods it is
 _HEADING = """Start with: kubectl apply -f, on this file
 The image has autopar and torch; {folder} is in it, or on a volume that all pods mount there."""
 
 
 def train_job(job: SavedJob, image: str, runtime: str = "torch-distributed") -> str:
     """The text of a TrainJob. runtime: a ClusterTrainingRuntime, which also says what volumes pods mount."""
+    _check_name(job, f"-node-0-{job.nodes - 1}-00000")
     data = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
@@ -36,6 +39,7 @@ def train_job(job: SavedJob, image: str, runtime: str = "torch-distributed") -> 
 
 def pytorch_job(job: SavedJob, image: str, claim: str | None = None) -> str:
     """The text of a PyTorchJob. claim: of a volume that is mounted at the program's folder."""
+    _check_name(job, f"-worker-{job.nodes - 1}")
     replicas = {"Master": _replica(job, image, 1, claim)}
     if job.nodes > 1:
         replicas["Worker"] = _replica(job, image, job.nodes - 1, claim)
@@ -48,8 +52,18 @@ def pytorch_job(job: SavedJob, image: str, claim: str | None = None) -> str:
     return yaml_text(data, _HEADING.format(folder=job.folder))
 
 
+def _check_name(job: SavedJob, rest: str) -> None:
+    if len(job.name) + len(rest) > _LONGEST:
+        raise PlanError(
+            f"expected a name of at most {_LONGEST - len(rest)} letters, to which Kubernetes adds {rest!r} for pods, "
+            f"found {job.name!r}; take --name"
+        )
+
+
 def _command(job: SavedJob) -> list[str]:
-    return ["torchrun", f"--nproc-per-node={job.per_node}", job.path, *job.arguments]
+    """$(NAME) would be a variable of the container; $$(NAME) is $(NAME)."""
+    given = [job.path, *job.arguments]
+    return ["torchrun", f"--nproc-per-node={job.per_node}", *(text.replace("$(", "$$(") for text in given)]
 
 
 def _resources(job: SavedJob) -> dict[str, Any]:

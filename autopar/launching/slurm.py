@@ -15,6 +15,8 @@ _SCRIPT = """#!/bin/bash
 # Before its time ends, and when it is cancelled, the job gets SIGTERM, at which train.py saves a checkpoint; a job that
 # is queued again goes on from it.
 set -eu
+export SRUN_CPUS_PER_TASK="${{SLURM_CPUS_PER_TASK:-}}"  # srun does not take it over by itself
+[ -n "$SRUN_CPUS_PER_TASK" ] || unset SRUN_CPUS_PER_TASK
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port=$((20000 + SLURM_JOB_ID % 20000))
 exec srun --kill-on-bad-exit=1 torchrun \\
@@ -23,7 +25,9 @@ exec srun --kill-on-bad-exit=1 torchrun \\
   {command}
 """
 
-_VALUE = re.compile(r"[A-Za-z0-9_.,:@%+=/-]+")
+_VALUE = re.compile(r"[A-Za-z0-9_.,:@%+=/&|*!()\[\]{}~^-]+")
+"""What sbatch reads as it is: blanks, quotes, backslashes and # have a meaning there. Lists of nodes and constraints
+have brackets, & and |."""
 
 
 def batch_script(job: SavedJob, options: Mapping[str, str] | None = None, restarts: int = 3) -> str:

@@ -22,9 +22,14 @@ def _lines(value: Any) -> Iterator[str]:
             yield from _entry("-", item)
 
 
+def _scalar(item: str | int) -> str:
+    """A JSON string is a YAML string, and so is an integer; but for letters that JSON writes as two halves."""
+    return json.dumps(item, ensure_ascii=not (isinstance(item, str) and item.isprintable()))
+
+
 def _entry(begin: str, item: Any) -> Iterator[str]:
     if isinstance(item, (str, int)):
-        yield f"{begin} {json.dumps(item)}"  # a JSON string is a YAML string, and so is an integer
+        yield f"{begin} {_scalar(item)}"
         return
     assert isinstance(item, (Mapping, Sequence)) and item, "empty ones have another form"
     first, *rest = _lines(item)

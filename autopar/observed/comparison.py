@@ -8,7 +8,8 @@ The difference of the two steps is the sum of what was wrong, each with its own 
     waiting        for the rank that comes last, which the simulator does not know of
     overlap        what gradients and parameters on their way hold up: how much of it is hidden was foreseen otherwise
     stages         messages of other stages, and bubbles
-    host           launches, autograd, Python: what is in no other row
+    host           launches, autograd, Python
+    contention     what is in no other row: on CPUs, ranks and others that had the cores
 """
 
 from __future__ import annotations
@@ -220,19 +221,16 @@ def _lines(statements: Sequence[ComparedStatement]) -> tuple[ComparedLine, ...]:
 
 
 def _causes(lane: Simulated, found: Measured) -> tuple[Cause, ...]:
-    """The host's is what is left of either step, so that all of them add up."""
-    stopping = sum(
-        spent for kind, spent in lane.exposed.items() if kind.partition(" ")[0] in ("activation", "operator")
-    )
-    beside = sum(lane.exposed.values()) - stopping
+    """What is left of either step is others', so that all of them add up."""
     rows = [
         ("operators", sum(lane.work.values()), sum(found.work.values())),
         ("optimizer", lane.optimizer_ns, found.optimizer_ns),
-        ("collectives", stopping, sum(found.sent.values())),
+        ("collectives", lane.stopping_ns, sum(found.sent.values())),
         ("waiting", 0, found.waited_ns),
-        ("overlap", beside, found.beside_ns),
+        ("overlap", lane.beside_ns, found.beside_ns),
         ("stages", lane.bubble_ns, found.receive_ns),
+        ("host", lane.host_ns, found.host_ns),
     ]
     causes = [Cause(name, round(predicted), round(spent)) for name, predicted, spent in rows]
     left = lane.step_time_ns - sum(cause.predicted_ns for cause in causes)
-    return (*causes, Cause("host", left, found.step_ns - sum(cause.measured_ns for cause in causes)))
+    return (*causes, Cause("contention", left, found.step_ns - sum(cause.measured_ns for cause in causes)))

@@ -16,12 +16,11 @@ from autopar.ir.placement import local_shape
 from autopar.ir.plan import Plan, StagePlan
 from autopar.ir.stages import stage_graph
 from autopar.microbatch import divided_graph
+from autopar.observed.form import FORMAT
 from autopar.observed.simulated import Simulated, simulated
 from autopar.ops.communication import inner_communication, worked_shapes
 from autopar.ops.work import WorkKey
 from autopar.simulate import Timeline
-
-FORMAT = 1
 
 
 def expected(graph: Graph, plan: Plan, timeline: Timeline) -> dict[str, Any]:
@@ -88,6 +87,7 @@ def to_json(lane: Simulated) -> dict[str, Any]:
         "bubble_ns": lane.bubble_ns,
         "optimizer_ns": lane.optimizer_ns,
         "is_last": lane.is_last,
+        "num_calls": lane.num_calls,
     }
 
 
@@ -99,5 +99,5 @@ def from_json(data: Mapping[str, Any]) -> Simulated:
     sent: dict[str, int] = defaultdict(int, dict(data["sent"]))
     return Simulated(
         data["ranks"][0], data["ranks"][1], data["step_time_ns"], work, sent, data["exposed"], data["bubble_ns"],
-        data["optimizer_ns"], data["is_last"],
+        data["optimizer_ns"], data["is_last"], data["num_calls"],
     )  # fmt: skip

@@ -7,7 +7,9 @@ made it.
 
 The time of a range is its own: without ranges inside it, such as what a recomputed block runs again inside a backward
 pass, or the collective that an operator waits for. On CPUs it is what the thread spent of a processor, where the range
-says so; on GPUs the time of the kernels that were started in it. What stands still for others is told by the clock.
+says so; on GPUs the time of the kernels that were started in it. What autograd runs has no range, and is told by the
+clock: of that counts the share that the step's thread had of a processor outside of ranges. What stands still for
+others is told by the clock.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 
 from autopar.errors import TraceFileError
 from autopar.ir.schedule import BACKWARD, FORWARD
+from autopar.observed.form import FORMAT
 from autopar.runtime.ranges import AGAIN, COLLECTIVE, MARK, OPTIMIZER, RECEIVE, SPENT, STEP, from_ascii
 
 RECOMPUTE = "recompute"
@@ -65,7 +68,8 @@ NOTHING = RangeTime(0, 0, 0)
 
 @dataclass
 class TracedStep:
-    """One step of one rank. idle_ns: on GPUs, when no kernel ran; exposed_ns: when none but collectives did."""
+    """One step of one rank. idle_ns: on GPUs, when no kernel ran; exposed_ns: when none but collectives did.
+    sending_ns: of a processor, that the thread took to start collectives and wait for them."""
 
     duration_ns: int
     work: dict[StatementPass, RangeTime] = field(default_factory=lambda: defaultdict(lambda: NOTHING))
@@ -73,13 +77,14 @@ class TracedStep:
     parts: dict[str, RangeTime] = field(default_factory=lambda: defaultdict(lambda: NOTHING))
     idle_ns: int | None = None
     exposed_ns: int | None = None
+    sending_ns: int = 0
 
 
 @dataclass(frozen=True)
 class RankTrace:
     """What one rank's trace says. plain_ns: of steps that ran without the profiler; where: module and source line of
     each statement; event_ns: what the profiler adds to an event of torch; expected: what the planner wrote beside the
-    program (`observed.expected`)."""
+    program (`observed.expected`). slowdown: how many times longer it computes as ranks share cores."""
 
     path: Path
     rank: int
@@ -90,7 +95,9 @@ class RankTrace:
     expected: Mapping[str, Any]
     plain_ns: tuple[int, ...]
     process_ns: tuple[int, ...]
+    thread_ns: tuple[int, ...]
     event_ns: float
+    slowdown: float
     steps: tuple[TracedStep, ...]
     where: Mapping[str, tuple[str, str]]
 
@@ -100,11 +107,13 @@ def read_trace(path: Path) -> RankTrace:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         told = data["autopar"]
+        _check_format(path, told["expected"].get("format"))
         reader = _TraceReader(data["traceEvents"])
         steps = reader.read()
         found = RankTrace(
             path, told["rank"], told["num_ranks"], told["device"], told["host"], told["torch"], told["expected"],
-            tuple(told["plain_ns"]), tuple(told["plain_process_ns"]), float(told["event_ns"]), steps, reader.where,
+            tuple(told["plain_ns"]), tuple(told["plain_process_ns"]), tuple(told["plain_thread_ns"]),
+            float(told["event_ns"]), float(told["slowdown"]), steps, reader.where,
         )  # fmt: skip
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TraceFileError(
@@ -118,6 +127,14 @@ def read_trace(path: Path) -> RankTrace:
     return found
 
 
+def _check_format(path: Path, found: object) -> None:
+    if found != FORMAT:
+        raise TraceFileError(
+            f"expected a trace of format {FORMAT}, found one of format {found} in {path}, of another version of "
+            "autopar; trace the program again with `autopar run MODEL PLAN --trace FOLDER`"
+        )
+
+
 def read_traces(path: str | Path) -> list[RankTrace]:
     """The traces of a folder, or of one file, by rank. Raises TraceFileError where one is of another run."""
     given = Path(path)
@@ -129,6 +146,12 @@ def read_traces(path: str | Path) -> list[RankTrace]:
     for other in found[1:]:
         if other.expected != first.expected or other.num_ranks != first.num_ranks:
             raise TraceFileError(f"expected traces of one run, found those of two: {first.path} and {other.path}")
+    missing = sorted(set(range(first.num_ranks)) - {trace.rank for trace in found})
+    if missing and given.is_dir():
+        raise TraceFileError(
+            f"expected traces of all {first.num_ranks} ranks in {given}, found none of {', '.join(map(str, missing))}; "
+            "copy those that other nodes wrote there, or name one rank's file"
+        )
     return found
 
 
@@ -159,6 +182,26 @@ class _Frame:
     @property
     def length_ns(self) -> int:
         return self.end_ns - self.start_ns
+
+    @property
+    def is_by_clock(self) -> bool:
+        """Whether it does not tell what it spent of a processor, of work."""
+        return self.spent_ns is None and self.kind == "work"
+
+    def is_in(self, whole: _Frame) -> bool:
+        """Whether it ran in that one, on its thread."""
+        around = self.parent
+        while around is not None and around is not whole:
+            around = around.parent
+        return around is whole
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether it tells what it spent of a processor, and none around it does but the step."""
+        around = self.parent
+        while around is not None and around.spent_ns is None:
+            around = around.parent
+        return self.spent_ns is not None and (around is None or around.key == STEP)
 
     @property
     def own_ns(self) -> int:
@@ -281,10 +324,14 @@ class _TraceReader:
         step = TracedStep(whole.end_ns - whole.start_ns)
         inside = [one for one in frames if whole.start_ns <= one.start_ns < whole.end_ns and one is not whole]
         on_gpu = bool(self._kernels)
+        share = _processor_share(whole, [frame for frame in inside if frame.is_in(whole)])
         for frame in inside:
             spent = frame.kernel_ns if on_gpu and frame.key != RECEIVE else frame.own_ns
+            if frame.is_by_clock and not on_gpu and frame.is_in(whole):
+                spent = round(spent * share)
             table: Any = {"work": step.work, "sent": step.sent, "part": step.parts}[frame.kind]
             table[frame.key] = table[frame.key].plus(spent, 0 if on_gpu else frame.num_events)
+            step.sending_ns += frame.spent_ns or 0 if frame.kind == "sent" else 0
         if on_gpu:
             self._on_gpu(step, whole)
         return step
@@ -300,6 +347,16 @@ class _TraceReader:
     def _is_sent(self, kernel: _TraceEvent) -> bool:
         frame = self._launched.get(kernel.args.get("correlation", -1))
         return "nccl" in kernel.name.lower() or (frame is not None and frame.kind == "sent")
+
+
+def _processor_share(whole: _Frame, inside: Sequence[_Frame]) -> float:
+    """Of a step's thread, outside of ranges that tell what they spent: what it had of a processor, of all the time."""
+    if whole.spent_ns is None:
+        return 1.0
+    told = [frame for frame in inside if frame.is_outermost]
+    spent = whole.spent_ns - sum(frame.spent_ns or 0 for frame in told)
+    passed = whole.length_ns - sum(frame.length_ns for frame in told)
+    return min(1.0, max(0.0, spent / passed)) if passed > 0 else 1.0
 
 
 def _plain(operator: str) -> str:

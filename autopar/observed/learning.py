@@ -1,7 +1,8 @@
-"""A profile learns from a traced run: what calls, collectives and updates took, in a copy of it (`cost.seen`).
+"""A profile learns from a traced run what calls, collectives, updates and the host took, in a copy (`cost.seen`).
 
 Bounded to what was seen: curves, tables and facts stay. What an operator took is the median over the statements that
-are equal calls (those of equal blocks), of what each takes in a step. What waits for other ranks, and what is sent
+are equal calls (those of equal blocks), of what each takes in a step. What the host takes around them is shared out to
+all calls, since models with more of them have more of it. What waits for other ranks, and what is sent
 beside compute, teaches nothing: there a range is not the collective's own time.
 """
 
@@ -15,12 +16,13 @@ from typing import Any, NamedTuple
 
 from autopar.cost.compute import priced_call_ns
 from autopar.cost.profile import Profile, Provenance
-from autopar.cost.seen import SeenCall, SeenCollective, SeenRuns, SeenUpdate, call_from_json, merged
+from autopar.cost.seen import SeenCall, SeenCollective, SeenHost, SeenRuns, SeenUpdate, call_from_json, merged
 from autopar.errors import TraceFileError
 from autopar.ir.schedule import BACKWARD, FORWARD
 from autopar.observed.expected import from_json
 from autopar.observed.kineto import RankTrace, StatementPass
 from autopar.observed.measured import Measured, measured
+from autopar.observed.simulated import Simulated
 from autopar.ops.work import WorkKey
 
 MOST_LESSONS = 12  # that are told of
@@ -65,9 +67,9 @@ def learned(profile: Profile, traces: Sequence[RankTrace], date: str) -> Learned
     found, lessons = SeenRuns(), list[Lesson]()
     for stage, lane, seen in _lanes(traces):
         calls, more = _calls(stage, seen, shared, provenance)
-        updates = _updates(lane, seen, shared, provenance)
-        found = merged(found, SeenRuns(calls, _collectives(stage, seen, shared, provenance), updates))
-        lessons += more
+        updates, hosts = _updates(lane, seen, shared, provenance), _hosts(lane, seen, shared, provenance)
+        found = merged(found, SeenRuns(calls, _collectives(stage, seen, shared, provenance), updates, hosts))
+        lessons += [*more, *(_of_host(lane, one.call_ns, shared) for one in hosts)]
     made = replace(profile, seen=merged(profile.seen, found), _shared={})
     return Learned(made, tuple(sorted(lessons, key=lambda lesson: -lesson.gain_ns)))
 
@@ -82,7 +84,7 @@ def _check_device(profile: Profile, trace: RankTrace) -> None:
         )
 
 
-def _lanes(traces: Sequence[RankTrace]) -> Iterator[tuple[Mapping[str, Any], Any, Measured]]:
+def _lanes(traces: Sequence[RankTrace]) -> Iterator[tuple[Mapping[str, Any], Simulated, Measured]]:
     """Each lane that was traced, with its stage and what was measured."""
     told, ranks = traces[0].expected, {trace.rank for trace in traces}
     for data in told["simulated"]:
@@ -142,7 +144,7 @@ def _collectives(
     )
 
 
-def _updates(lane: Any, seen: Measured, profile: Profile, provenance: Provenance) -> tuple[SeenUpdate, ...]:
+def _updates(lane: Simulated, seen: Measured, profile: Profile, provenance: Provenance) -> tuple[SeenUpdate, ...]:
     """What an update is priced at without what was learned before; where that is not known, nothing is learned."""
     spent, priced = round(seen.optimizer_ns), lane.optimizer_ns
     if profile.seen.updates:
@@ -150,3 +152,23 @@ def _updates(lane: Any, seen: Measured, profile: Profile, provenance: Provenance
     if not spent or not priced:
         return ()
     return (SeenUpdate(priced, spent, profile.ranks_sharing, seen.num_steps, provenance),)
+
+
+# The host ----------------------------------------
+
+
+def _hosts(lane: Simulated, seen: Measured, profile: Profile, provenance: Provenance) -> tuple[SeenHost, ...]:
+    """What is left of a rank's time for each of its calls: without what was simulated of operators that the trace does
+    not have, such as sums of gradients, and of what the runtime does beside them."""
+    if not lane.num_calls:
+        return ()
+    ran = {key.name for key in seen.work} | {key.name for key in seen.sent}
+    before = profile.seen.host_ns(profile.ranks_sharing)
+    unseen = sum(max(0, spent - before) for (name, _), spent in lane.work.items() if name not in ran)
+    left = max(0.0, seen.host_ns - unseen - max(0, lane.host_ns))
+    return (SeenHost(round(left / lane.num_calls), profile.ranks_sharing, seen.num_steps, provenance),)
+
+
+def _of_host(lane: Simulated, call_ns: int, profile: Profile) -> Lesson:
+    before = profile.seen.host_ns(profile.ranks_sharing)
+    return Lesson("host", (f"around each of {lane.num_calls} calls",), (before, 0), (call_ns, None))

@@ -6,6 +6,9 @@ on a host that others use as well, the slower ones are those in which others ran
 A collective that stops its ranks ends for all of them when the last has come. So what it takes is what it takes the
 rank that comes last, the least of all ranks; what others stand still longer, they wait for another rank. That needs no
 clock that ranks share.
+
+On CPUs a rank's thread spends on the host what it spends in a step without a profiler, less all of that: the same
+however many others run there. A profiler makes statements longer; together they never take more than that thread did.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class Measured:
     busy_ns: what the lane's processes spent of a processor meanwhile. work: by statement and direction, without what it
     stands still for; sent: what collectives of a statement take the rank that comes last; waited_ns: what others wait
     for that one; beside_ns: what is waited for that no statement stands still for, such as gradients; receive_ns: for
-    messages of other stages. calls, sent_calls: how often each ran in a step. where: module and source line."""
+    messages of other stages; host_ns: around statements, of the thread that runs them, or on GPUs while no kernel ran.
+    calls, sent_calls: how often each ran in a step. where: module and source line."""
 
     step_ns: int
     busy_ns: int
@@ -46,23 +50,17 @@ class Measured:
     beside_ns: float
     receive_ns: float
     optimizer_ns: float
-    idle_ns: float | None
+    host_ns: float
     where: Mapping[str, tuple[str, str]]
     num_steps: int
-
-    @property
-    def rest_ns(self) -> float:
-        """What no range and no kernel accounts for: the host."""
-        if self.idle_ns is not None:
-            return self.idle_ns
-        own = sum(self.work.values()) + sum(self.sent.values())
-        return self.step_ns - own - self.waited_ns - self.beside_ns - self.receive_ns - self.optimizer_ns
 
 
 def measured(traces: Sequence[RankTrace], ranks: range) -> Measured:
     """What the ranks of one lane did. traces: of all ranks that were traced."""
     own = [trace for trace in traces if trace.rank in ranks] or list(traces)
     work, calls = _mean_work(own)
+    optimizer_ns = _mean(own, lambda trace, step: _net(trace, step.parts.get(OPTIMIZER, NOTHING)))
+    work, optimizer_ns, host_ns = _around(own, work, optimizer_ns)
     stopped = [_stopped(trace) for trace in own]
     names = dict.fromkeys(key for rank in stopped for key in rank)
     least = {key: min(rank.get(key, 0.0) for rank in stopped) for key in names}
@@ -77,16 +75,30 @@ def measured(traces: Sequence[RankTrace], ranks: range) -> Measured:
         waited_ns=held - sum(least.values()),
         beside_ns=_mean(own, _beside),
         receive_ns=_mean(own, lambda trace, step: step.parts.get(RECEIVE, NOTHING).duration_ns),
-        optimizer_ns=_mean(own, lambda trace, step: _net(trace, step.parts.get(OPTIMIZER, NOTHING))),
-        idle_ns=_mean(own, lambda trace, step: step.idle_ns) if own[0].steps[0].idle_ns is not None else None,
+        optimizer_ns=optimizer_ns,
+        host_ns=host_ns,
         where={name: place for trace in own for name, place in trace.where.items()},
         num_steps=len(own[0].steps),
     )
 
 
+def _around(
+    traces: Sequence[RankTrace], work: dict[StatementPass, float], optimizer_ns: float
+) -> tuple[dict[StatementPass, float], float, float]:
+    """Work, the update, and what is left for the host."""
+    if traces[0].steps[0].idle_ns is not None:
+        return work, optimizer_ns, _mean(traces, lambda trace, step: step.idle_ns)
+    thread = statistics.fmean(trace.slowdown * typical_ns(trace.thread_ns) for trace in traces)
+    thread -= _mean(traces, lambda trace, step: trace.slowdown * step.sending_ns)
+    own = sum(work.values()) + optimizer_ns
+    factor = min(1.0, thread / own) if own and thread > 0 else 1.0
+    work = {key: spent * factor for key, spent in work.items()}
+    return work, optimizer_ns * factor, max(0.0, thread - own)
+
+
 def _net(trace: RankTrace, spent: RangeTime) -> float:
-    """Without what the profiler added."""
-    return max(0.0, spent.duration_ns - trace.event_ns * spent.num_events)
+    """Without what the profiler added, on cores that others share."""
+    return trace.slowdown * max(0.0, spent.duration_ns - trace.event_ns * spent.num_events)
 
 
 def _mean(traces: Sequence[RankTrace], of: object) -> float:

@@ -18,7 +18,8 @@ OPTIMIZER = "optimizer"
 @dataclass(frozen=True)
 class Simulated:
     """Of a lane: what each statement computes by direction, what the lane stands still for by statement, and how long
-    it waits for anything by kind. is_last: whether the step ends when it does."""
+    it waits for anything by kind. is_last: whether the step ends when it does. num_calls: of operators, in all
+    directions and microbatches."""
 
     first_rank: int
     num_ranks: int
@@ -29,11 +30,30 @@ class Simulated:
     bubble_ns: int
     optimizer_ns: int
     is_last: bool
+    num_calls: int
 
     @property
     def ranks(self) -> range:
         """Those that do the same."""
         return range(self.first_rank, self.first_rank + self.num_ranks)
+
+    @property
+    def stopping_ns(self) -> int:
+        """What it stands still for, of collectives of statements."""
+        return sum(
+            spent for kind, spent in self.exposed.items() if kind.partition(" ")[0] in ("activation", "operator")
+        )
+
+    @property
+    def beside_ns(self) -> int:
+        """What it stands still for, of what is sent beside compute."""
+        return sum(self.exposed.values()) - self.stopping_ns
+
+    @property
+    def host_ns(self) -> int:
+        """What is in nothing else."""
+        known = sum(self.work.values()) + self.optimizer_ns + sum(self.exposed.values()) + self.bubble_ns
+        return self.step_time_ns - known
 
 
 def simulated(timeline: Timeline) -> list[Simulated]:
@@ -51,10 +71,22 @@ def _lane(lane: Lane, step_time_ns: int, is_last: bool) -> Simulated:
     }
     for key, count in repeated.items():
         _add(pieces[key], count, work, sent)
+    num_calls = sum(count * sum(_is_call(*task) for task in pieces[key]) for key, count in repeated.items())
     return Simulated(
         lane.ranks.start, len(lane.ranks), step_time_ns, work, sent, dict(lane.exposed), lane.breakdown.bubble_ns,
-        lane.breakdown.optimizer_ns, is_last,
+        lane.breakdown.optimizer_ns, is_last, num_calls,
     )  # fmt: skip
+
+
+def _is_call(stream: str, name: str, start_ns: int, end_ns: int, kind: str) -> bool:
+    """Whether a task is an operator's, and no redistribution's."""
+    return (
+        stream == COMPUTE
+        and kind in (*DIRECTIONS, RECOMPUTE)
+        and name != "launch"
+        and " → " not in name
+        and end_ns > start_ns
+    )
 
 
 def _add(tasks: Iterable[Task], count: int, work: Counter[tuple[str, str]], sent: dict[str, int]) -> None:

@@ -4,7 +4,7 @@
 
 Each rank writes `rank_00000.json`, a Kineto trace, for Perfetto and for `Plan.compare`. Batches and weights are those
 of the folder's train.py, so that data that was put there is what is traced. A profiler slows a step down; so as many
-steps are timed without it after those that it sees.
+steps are timed without it before those that it sees, and after them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import argparse
 import importlib.util
 import itertools
 import json
+import os
 import socket
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from autopar.runtime.ranges import OPTIMIZER, STEP, part
 from autopar.runtime.rank import Rank
 
 TRACED, EXPECTED = "traced.py", "expected.json"
+MOST_BATCHES = 8  # among which those of the planned shape are looked for
 WARM_UP = 3  # steps before any is looked at
 
 
@@ -45,12 +47,10 @@ def record(folder: Path, into: Path, steps: int) -> Path:
     step = _RecordedStep(rank, script)
     for _ in range(WARM_UP):
         step.run()
-    plain, traced = [], []
+    plain = [step.timed() for _ in range(steps)]
     with _profiler(rank) as profiler:
-        for _ in range(steps):
-            traced.append(step.timed())
-    for _ in range(steps):
-        plain.append(step.timed())
+        traced = [step.timed() for _ in range(steps)]
+    plain += [step.timed() for _ in range(steps)]  # on both sides: how busy a host is changes
     told = {
         "expected": json.loads((folder / EXPECTED).read_text(encoding="utf-8")),
         "rank": rank.number,
@@ -59,9 +59,11 @@ def record(folder: Path, into: Path, steps: int) -> Path:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if rank.device.type == "cuda" else rank.device.type,
         "event_ns": _event_ns(),
-        "plain_ns": [wall for wall, _ in plain],
-        "plain_process_ns": [spent for _, spent in plain],
-        "traced_ns": [wall for wall, _ in traced],
+        "slowdown": _slowdown(rank),
+        "plain_ns": [one.clock_ns for one in plain],
+        "plain_process_ns": [one.process_ns for one in plain],
+        "plain_thread_ns": [one.thread_ns for one in plain],
+        "traced_ns": [one.clock_ns for one in traced],
     }
     into.mkdir(parents=True, exist_ok=True)
     path = into / f"rank_{rank.number:05d}.json"
@@ -71,13 +73,21 @@ def record(folder: Path, into: Path, steps: int) -> Path:
     return path
 
 
+class _StepTime(NamedTuple):
+    """Nanoseconds of a step: by the clock, of a processor by this process, and by its thread that runs the step."""
+
+    clock_ns: int
+    process_ns: int
+    thread_ns: int
+
+
 class _RecordedStep:
     """A step of training (or a batch of inference) as the folder's script runs it."""
 
     def __init__(self, rank: Rank, script: ModuleType) -> None:
         self._rank = rank
         self._trains = hasattr(script, "arguments")
-        self._batches: Iterator[dict[str, Any]] = itertools.cycle(itertools.islice(script.batches(), 2))
+        self._batches: Iterator[dict[str, Any]] = itertools.cycle(_of_planned_shape(rank, script.batches()))
         fused = rank.device.type == "cuda" or None
         self._optimizer = torch.optim.AdamW(rank.parameters(), lr=1e-4, fused=fused) if self._trains else None
 
@@ -94,13 +104,33 @@ class _RecordedStep:
             if self._rank.device.type == "cuda":
                 torch.cuda.synchronize()
 
-    def timed(self) -> tuple[int, int]:
-        """Nanoseconds of a step: by the clock, and of this process's threads. All ranks begin together."""
+    def timed(self) -> _StepTime:
+        """A step. All ranks begin together."""
         if dist.is_initialized() and self._rank.num_ranks > 1:
             dist.barrier()
-        began, spent = time.perf_counter_ns(), time.process_time_ns()
+        clocks = time.perf_counter_ns, time.process_time_ns, time.thread_time_ns
+        began = [clock() for clock in clocks]
         self.run()
-        return time.perf_counter_ns() - began, time.process_time_ns() - spent
+        return _StepTime(*(clock() - start for clock, start in zip(clocks, began, strict=True)))
+
+
+def _of_planned_shape(rank: Rank, batches: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Two batches of the shape for which the step was predicted: short ones, and others, take another time."""
+    planned = {spec.name: tuple(spec.shape) for spec in rank.programs[0].INPUTS}
+    first = list(itertools.islice(batches, MOST_BATCHES))
+    found = [one for one in first if all(tuple(one[name].shape) == shape for name, shape in planned.items())]
+    if not found:
+        shapes = [{name: tuple(one[name].shape) for name in planned} for one in first[:1]]
+        raise ProgramError(f"expected a batch of {planned} among the first {MOST_BATCHES}, found {shapes} and others")
+    return found[:2]
+
+
+def _slowdown(rank: Rank) -> float:
+    """How many times longer a rank computes as others of the run share this host's cores."""
+    if rank.device.type != "cpu":
+        return 1.0
+    threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(1.0, threads / len(os.sched_getaffinity(0)))
 
 
 def _event_ns(count: int = 2000, tries: int = 5) -> float:

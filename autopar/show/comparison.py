@@ -16,6 +16,7 @@ _ABOUT = {
     "overlap": "what is sent beside compute, and holds it up",
     "stages": "messages of other stages, bubbles",
     "host": "launches, autograd, Python",
+    "contention": "others on the cores: what is in no other row",
 }
 
 

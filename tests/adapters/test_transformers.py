@@ -79,15 +79,29 @@ def test_a_model_with_dropout_is_evaluated_without(rank_pool: Callable[[int], Ra
         assert evaluated["eval_loss"] == pytest.approx(expected[1]["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize(("world", "plan"), [(2, {"tp": 2}), (4, {"dp": 2, "tp": 2, "zero": 3})])
+def test_metrics_and_predictions_are_those_of_one_process(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path, world: int, plan: dict[str, int]
+) -> None:
+    """Logits of all rows, also of the short last batch, by the weights before and after training."""
+    changed = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "no"}
+    _, expected, _ = run(tmp_path / "alone", changed=changed, metrics=True)
+    options = {"named": {"changed": changed, "metrics": True}}
+    for _, found, _ in rank_pool(world).run(job, tmp_path, plan, options):
+        torch.testing.assert_close(found["predictions"], expected["predictions"], rtol=2e-4, atol=2e-5)
+        for name in ("eval_accuracy", "eval_loss", "test_accuracy", "test_loss"):
+            assert found[name] == pytest.approx(expected[name], rel=2e-5), name
+
+
 def test_what_a_plan_leaves_without_a_meaning_is_refused(tmp_path: Path) -> None:
     changed = {"bf16": True, "label_smoothing_factor": 0.1, "gradient_checkpointing": True}
     with pytest.raises(ProgramError, match=r"bf16=True .*gradient_checkpointing=True .*label_smoothing_factor=0.1"):
         Trainer(model=model(), args=arguments(tmp_path, **changed), plan={})
     reset()
-    with pytest.raises(ProgramError, match=r"compute_loss_func \(put it into.*compute_metrics \(evaluation returns"):
+    with pytest.raises(ProgramError, match=r"compute_loss_func \(put it into"):
         Trainer(
             model=model(), args=arguments(tmp_path), plan={}, compute_loss_func=lambda *_, **__: None,
-            compute_metrics=lambda _: {}, train_dataset=Rows(4, 0), eval_dataset=Rows(4, 0),
+            train_dataset=Rows(4, 0), eval_dataset=Rows(4, 0),
         )  # fmt: skip
     reset()
 

@@ -41,8 +41,9 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction=reduction)
-        return {"loss": loss if num_items_in_batch is None else loss / num_items_in_batch}
+        logits = self.head(x)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+        return {"loss": loss if num_items_in_batch is None else loss / num_items_in_batch, "logits": logits}
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -81,9 +82,15 @@ def reset() -> None:
         kind._reset_state()
 
 
+def accuracy(found: Any) -> dict[str, float]:
+    """Of tokens that labels keep."""
+    kept = found.label_ids != -100
+    return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids)[kept].mean())}
+
+
 def run(
     folder: Path, plan: Any = None, *, resume: str | None = None, dropout: float = 0.0, train: bool = True,
-    changed: dict[str, Any] | None = None,
+    changed: dict[str, Any] | None = None, metrics: bool = False,
 ) -> tuple[list[dict[str, Any]], dict[str, float], dict[str, Tensor]]:  # fmt: skip
     """The trainer's log, an evaluation at the end, and the weights that `save_model` has written."""
     from safetensors.torch import load_file
@@ -95,9 +102,15 @@ def run(
         model=model(dropout), args=arguments(folder, **(changed or {})), train_dataset=Rows(11, 0),
         eval_dataset=Rows(6, 1), **own,
     )  # fmt: skip
+    if metrics:
+        trainer.compute_metrics = accuracy
+        trainer.evaluate()  # by the weights before training
     if train:
         trainer.train(resume_from_checkpoint=resume)
     evaluated = trainer.evaluate()
+    if metrics:
+        found = trainer.predict(Rows(7, 2))
+        evaluated |= {"predictions": torch.tensor(found.predictions), **found.metrics}
     trainer.save_model(str(folder / "trained"))
     weights = load_file(folder / "trained" / "model.safetensors")
     return trainer.state.log_history, evaluated, weights

@@ -59,11 +59,16 @@ def test_the_batch_script_starts_torchrun_on_each_node_with_all_arguments(folder
     for name, body in commands.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
+    seen = tmp_path / "cpus"
+    commands["srun"] = f'echo "${{SRUN_CPUS_PER_TASK-none}}" >> {shlex.quote(str(seen))}; {commands["srun"]}'
+    (tmp_path / "srun").write_text(f"#!/bin/bash\n{commands['srun']}\n")
     environment = {
         **os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node-[1-2]",
         "SLURM_JOB_ID": "30007", "SLURM_JOB_NUM_NODES": "2",
     }  # fmt: skip
     done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True)
+    subprocess.run(["bash", str(script)], env={**environment, "SLURM_CPUS_PER_TASK": "48"}, check=True, stdout=-3)
+    assert seen.read_text().split() == ["none", "48"]
     given = json.loads(done.stdout)
     assert given[-len(ODD) - 1 :] == [str(folder / "train.py"), *ODD]
     assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=node-1:30007", "--rdzv-id=30007"} <= set(given)
@@ -74,11 +79,26 @@ def test_the_batch_script_starts_torchrun_on_each_node_with_all_arguments(folder
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [({"nodes": "3"}, "besides what the plan says"), ({"comment": "a b"}, "without blanks"), ({"X\n": "1"}, "sbatch")],
-)
+    [({"nodes": "3"}, "besides what the plan says"), ({"comment": "a b"}, "without blanks"), ({"X\n": "1"}, "sbatch"),
+     ({"comment": 'a"b'}, "without blanks"), ({"comment": "a#b"}, "without blanks")],
+)  # fmt: skip
 def test_options_that_sbatch_would_misread_are_refused(folder: Path, options: dict[str, str], why: str) -> None:
     with pytest.raises(PlanError, match=why):
         batch_script(read_job(folder), options)
+
+
+def test_lists_of_nodes_and_constraints_are_options(folder: Path) -> None:
+    text = batch_script(read_job(folder), {"exclude": "gpu[01-04,7]", "constraint": "a100&(ib|roce)"})
+    assert "#SBATCH --exclude=gpu[01-04,7]" in text and "#SBATCH --constraint=a100&(ib|roce)" in text
+
+
+def test_kubernetes_reads_arguments_as_they_are_and_names_as_long_as_pods_may_have(folder: Path) -> None:
+    given = ("--text", "$(HOME) of 𝄞", "$$")
+    data = yaml.safe_load(train_job(read_job(folder, arguments=given), "image"))
+    assert data["spec"]["trainer"]["command"][-3:] == ["--text", "$$(HOME) of 𝄞", "$$"]
+    for write in (train_job, pytorch_job):
+        with pytest.raises(PlanError, match="to which Kubernetes adds"):
+            write(read_job(folder, "a" * 60), "image")
 
 
 def test_a_train_job_has_the_fields_of_kubeflow_trainer(folder: Path) -> None:

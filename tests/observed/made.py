@@ -56,12 +56,14 @@ def write_run(
     for rank in range(num_ranks):
         writer = Writer()
         lane = next(lane for lane in simulated(plan.timeline()) if rank in lane.ranks)  # type: ignore[arg-type]
-        lengths = [_step(writer, lane, factors or {}, _waits(late_ns or {}, rank), host_ns, at) for at in range(STEPS)]
+        spans = [_step(writer, lane, factors or {}, _waits(late_ns or {}, rank), host_ns, at) for at in range(STEPS)]
+        lengths, busy = [list(column) for column in zip(*spans, strict=True)]
         data = {
             "traceEvents": writer.events,
             "autopar": {
                 "expected": beside, "rank": rank, "num_ranks": num_ranks, "device": "cpu", "host": "host",
-                "torch": "2.13", "plain_ns": lengths, "plain_process_ns": lengths, "event_ns": 0.0,
+                "torch": "2.13", "plain_ns": lengths, "plain_process_ns": lengths,
+                "plain_thread_ns": busy, "event_ns": 0.0, "slowdown": 1.0,
             },
         }  # fmt: skip
         (folder / f"rank_{rank:05d}.json").write_text(json.dumps(data))
@@ -73,8 +75,11 @@ def _waits(late_ns: Mapping[int, int], rank: int) -> int:
     return max(late_ns.values(), default=0) - late_ns.get(rank, 0)
 
 
-def _step(writer: Writer, lane: Any, factors: Mapping[str, float], waits_ns: int, host_ns: int, at: int) -> int:
-    began = writer.now_ns
+def _step(
+    writer: Writer, lane: Any, factors: Mapping[str, float], waits_ns: int, host_ns: int, at: int
+) -> tuple[int, int]:
+    """How long it is, and without what it stands still for."""
+    began, stood = writer.now_ns, 0
     step = writer.begin(f"{MARK}step")
     names = [*dict.fromkeys([*(name for name, _ in lane.work), *lane.sent])]
     numbers = {name: 1000 * at + number for number, name in enumerate(names)}
@@ -87,6 +92,7 @@ def _step(writer: Writer, lane: Any, factors: Mapping[str, float], waits_ns: int
         if lane.sent.get(name):
             sent = writer.begin(f"{MARK}collective all_reduce | {WHOLE} | tp")
             writer.wait(lane.sent[name] + waits_ns)
+            stood += lane.sent[name] + waits_ns
             writer.end(sent)
         writer.end(statement, spent)
     for name in reversed(names):
@@ -100,4 +106,4 @@ def _step(writer: Writer, lane: Any, factors: Mapping[str, float], waits_ns: int
     writer.end(update, lane.optimizer_ns)
     writer.wait(host_ns)
     writer.end(step)
-    return writer.now_ns - began
+    return writer.now_ns - began, writer.now_ns - began - stood

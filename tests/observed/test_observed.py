@@ -98,7 +98,8 @@ def test_a_late_rank_is_waiting_and_no_slow_collective(tmp_path: Path) -> None:
 def test_what_no_range_accounts_for_is_the_host(tmp_path: Path) -> None:
     program = program_on("cpu", 2, tp=2)
     found = program.plan.compare(run_of(tmp_path, program, host_ns=7_000_000))
-    assert found.causes[-1].name == "host" and found.causes[-1].difference_ns == pytest.approx(7_000_000, rel=0.05)
+    causes = {cause.name: cause.difference_ns for cause in found.causes}
+    assert causes["host"] == pytest.approx(7_000_000, rel=0.05) and abs(causes["contention"]) < 100_000
 
 
 def test_a_plan_from_a_file_is_compared_as_it_was_predicted(tmp_path: Path) -> None:
@@ -119,6 +120,58 @@ def test_a_trace_of_another_plan_is_refused(tmp_path: Path) -> None:
         read_traces(tmp_path)
     with pytest.raises(TraceFileError, match="rank_00000"):
         read_traces(tmp_path / "nowhere" if (tmp_path / "nowhere").mkdir() is None else tmp_path)
+
+
+def test_traces_of_some_ranks_and_of_other_versions_are_refused(tmp_path: Path) -> None:
+    traces = run_of(tmp_path, program_on("cpu", 2, tp=2))
+    (traces / "rank_00000.json").rename(tmp_path / "elsewhere.json")
+    with pytest.raises(TraceFileError, match=r"all 2 ranks in .*, found none of 0; copy"):
+        read_traces(traces)
+    data = json.loads((traces / "rank_00001.json").read_text())
+    data["autopar"]["expected"]["format"] = 1
+    (traces / "rank_00001.json").write_text(json.dumps(data))
+    with pytest.raises(TraceFileError, match="found one of format 1"):
+        read_traces(traces / "rank_00001.json")
+
+
+def test_what_the_host_takes_is_learned_for_models_of_more_or_fewer_calls(tmp_path: Path) -> None:
+    """7 ms around statements, which no profile knows of: the next prediction has them, also of a model half as deep."""
+    program = program_on(right(tmp_path))
+    folder = run_of(tmp_path / "traces", program, host_ns=7_000_000)
+    before = program.plan.compare(folder)
+    found = learned(template_profile(), read_traces(folder), "2026-11-27")
+    assert "host (around each of" in "\n".join(map(str, found.lessons))
+    path = tmp_path / "seen.json"
+    path.write_text(json.dumps(profile_to_json(found.profile)))
+    after = program_on(str(path)).plan.compare(folder)
+    assert before.error < -0.10 and abs(after.error) < 0.02
+    half = gpt.Config(**{**vars(CONFIG), "num_layers": 1})
+    plans = [autopar.template_plan(gpt.build(half), autopar.Mesh(profile, devices_per_node=1), gpt.example_inputs(half),
+                                   check=False) for profile in (right(tmp_path), str(path))]  # fmt: skip
+    added = plans[1].predicted.step_time_ns - plans[0].predicted.step_time_ns
+    assert 3_000_000 < added < 5_500_000
+
+
+def test_an_operator_that_was_not_seen_follows_those_of_its_curve() -> None:
+    plain = template_profile()
+    spent = priced_call_ns(GELU, plain)
+    item = SeenCall(GELU, 3 * spent[0], 3 * spent[1], 1, 4, plain.facts.provenance)
+    profile = replace(plain, seen=SeenRuns((item,)), _shared={})
+    alike = GELU._replace(op="aten.tanh.default")
+    other = GELU._replace(op="aten.add.Tensor")
+    assert call_time_ns(alike, profile)[0] > 1.5 * priced_call_ns(alike, plain)[0]
+    assert call_time_ns(other, profile) == priced_call_ns(other, plain)
+
+
+def test_a_traced_program_runs_the_shapes_of_the_program(tmp_path: Path) -> None:
+    """Other shapes, and what fills up short batches."""
+    mesh, batch = autopar.Mesh("cpu", devices_per_node=1), gpt.example_inputs(CONFIG)
+    model = gpt.build(CONFIG)
+    plan = autopar.template_plan(model, mesh, batch, check=False)
+    rows = {name: (2, *value.shape[1:]) for name, value in batch.items()}
+    program = autopar.parallelize(model, mesh, batch, plan=plan, shapes=[rows], check=False)
+    source = (program.save_traced(tmp_path) / "traced.py").read_text()
+    assert "Program.OTHERS = (Program1,)" in source and source.count("RAN = {") == 2
 
 
 def test_a_wrong_curve_is_found_by_name_and_mended(tmp_path: Path, wrong: Path) -> None:
