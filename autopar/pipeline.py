@@ -56,6 +56,7 @@ from autopar.program import PlannedProgram, model_state
 from autopar.progress import Ended, Report, reporting_passes
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
 from autopar.rewrites import graph_of, under_routing
+from autopar.running import checked_runs, running
 from autopar.shapes import under_plan
 from autopar.simulate import Timeline, predict
 from autopar.step import simulated_step, with_simulator
@@ -108,6 +109,7 @@ def parallelize(
     shapes: Sequence[Any] = (),
     pad: Mapping[str, float] | None = None,
     part: bool = False,
+    runs: str = "eager",
 ) -> PlannedProgram:
     """Turns a single-device model into the fastest sharded program for a mesh that the search finds.
 
@@ -122,8 +124,9 @@ def parallelize(
     nothing, such as {"labels": -100}: batches of fewer rows are filled up with such; a PlanError where that changes the
     loss or a gradient. part: the model is a part of one, such as a tower, that a loop of the user's own calls as a
     module: its forward returns any tensors, and `program.build()` a module whose outputs and inputs have gradients
-    (`runtime.part`). Of one stage, in one microbatch. Ctrl-C ends a search with the best plan so far. Raises
-    AutoparError subclasses; InfeasibleError when nothing fits.
+    (`runtime.part`). Of one stage, in one microbatch. runs: "eager", "compiled" (train.py calls `rank.compile()`), or
+    "either": the one that is predicted to be faster; a plan that is given says it itself. Ctrl-C ends a search with the
+    best plan so far. Raises AutoparError subclasses; InfeasibleError when nothing fits.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, constraints=constraints,
@@ -132,6 +135,7 @@ def parallelize(
     mesh, ended = checked(mesh), reporting_passes(progress)
     memory_limit_of(memory_limit)  # refused before the model is traced
     optimizer_of(optimizer)
+    checked_runs(runs)
     if part:
         loss_fn, constraints = (
             stand_in_loss(loss_fn, mode, {"shapes": shapes, "pad": pad}),
@@ -150,6 +154,7 @@ def parallelize(
             graph, steps = under_routing(graph, routing, optimizer)
             graph, plan = planned_jointly(graph, request, progress, ended)
         plan = replace(plan, routing=routing, substitutions=(*steps, *plan.substitutions))
+        plan = running(plan, graph, runs, limit)
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from autopar.cost.files import profiles_folder
 from autopar.cost.profile import profile_from_json
 from autopar.odds import NINE_IN_TEN
 from autopar.profiler import load_profile
-from benchmarks.accuracy.gpu.odds import Miss, covered, needed_spread, resolution, write_steps
+from benchmarks.accuracy.gpu.odds import Miss, covered, misses, needed_spread, resolution, write_steps
+from benchmarks.accuracy.gpu.predictions import Predicted
+from benchmarks.accuracy.gpu.rows import Row, Sizes
 
 
 def miss(log: float, model: str = "a", variance: float = 0.0, cell: str = "", device: str = "h100") -> Miss:
@@ -37,6 +40,22 @@ def test_a_model_is_checked_under_the_spread_of_the_others_on_its_device() -> No
     inside = covered(rows)
     assert all(inside[: len(others)]) and not inside[-2]
     assert inside[-1], "of a device with one row, the row itself says how sure it is"
+
+
+def test_a_source_is_checked_under_the_spread_of_the_others() -> None:
+    own = [miss(0.05)._replace(source="near") for _ in range(6)]
+    far = [miss(0.3, model)._replace(source="far") for model in "bc" for _ in range(6)]
+    assert all(covered([*own, *far])[len(own) :]), "its other model is as far off"
+    assert not any(covered([*own, *far], "source")[len(own) :])
+
+
+def test_a_softwares_own_tests_say_nothing_of_steps() -> None:
+    sizes = Sizes(2, 64, 2, 2, 32, 256, False, 512, True)
+    row = Row(
+        "1", "somebody", "megatron", "H100-SXM5-80GB", 8, 8, "small", sizes, "bf16", 64, 1, 8, 8, 1, 1, measured_s=1
+    )
+    found = misses([Predicted(row, 0.9), Predicted(replace(row, id="2", other="test settings"), 0.2)], {})
+    assert [miss.log for miss in found] == [pytest.approx(-math.log(0.9))]
 
 
 def test_what_a_cell_has_in_common_does_not_blur_its_ranks() -> None:

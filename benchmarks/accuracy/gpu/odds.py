@@ -2,7 +2,8 @@
 
 The spread of whole steps of a device is what 90% of the rows need beside what the residuals of their operators explain
 (`autopar.odds`). Rows of a model are checked under the spread that the rows of all other models need. Of a grid of
-plans the runs that reach half of their cell's best count, since slower ones have reasons of their software.
+plans the runs that reach half of their cell's best count, since slower ones have reasons of their software. Runs of a
+software's own tests do not: their models are too small to keep a device busy, and their kernels often deterministic.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from benchmarks.accuracy.gpu.scores import error, fast_runs, scored
 
 SHARE = 0.9
 RIGHT = 0.6745 * math.sqrt(2)  # of two normal errors' spread: so far apart, three in four pairs are in the right order
+TESTS = "test settings"  # in the notes of such rows
 FEW = 5  # rows of other models below which all rows say the spread
 
 
@@ -48,6 +50,7 @@ class Miss(NamedTuple):
 def misses(items: Sequence[Predicted], left_out: Mapping[str, float]) -> list[Miss]:
     """Of all rows that count. left_out: errors by the rows' ids under constants fitted without their model."""
     chosen = [item for item in scored(items) if not item.row.cell] + fast_runs(items)
+    chosen = [item for item in chosen if TESTS not in item.row.other]
     return [
         Miss(
             profile_name(item.row.gpu), item.row.source, item.row.model,
@@ -70,12 +73,13 @@ def resolution(rows: Iterable[Miss]) -> float | None:
     return math.expm1(RIGHT * float(np.median(apart)) / 0.6745) if apart else None
 
 
-def covered(rows: Sequence[Miss]) -> list[bool]:
-    """Of each row, in order, whether it lies in its interval under the spread of other models of its device."""
+def covered(rows: Sequence[Miss], apart: str = "model") -> list[bool]:
+    """Of each row, in order, whether it lies in its interval under the spread of other models of its device, or of
+    other sources where it has others (apart: "source")."""
     found = []
     for row in rows:
         own = [other for other in rows if other.device == row.device]
-        others = [other for other in own if other.model != row.model]
+        others = [other for other in own if getattr(other, apart) != getattr(row, apart)]
         spread = needed_spread(others if len(others) >= FEW else own)
         found.append(row.log**2 <= NINE_IN_TEN**2 * (spread**2 + row.variance) + 1e-12)
     return found
@@ -84,14 +88,15 @@ def covered(rows: Sequence[Miss]) -> list[bool]:
 def calibration(items: Sequence[Predicted], left_out: Mapping[str, float]) -> str:
     """A table by source and device, and of all: rows, the part of them in their intervals, and the device's spread."""
     rows = misses(items, left_out)
-    inside = dict(zip(map(id, rows), covered(rows), strict=True))
+    inside, apart = (dict(zip(map(id, rows), covered(rows, by), strict=True)) for by in ("model", "source"))
     spreads = {device: needed_spread(own) for device, own in _by(rows, "device").items()}
     groups = {**_by(rows, "place"), "all": rows}
-    lines = [f"{'90% intervals, models left out':64}{'rows':>8}{'inside':>10}{'spread':>10}"]
+    lines = [f"{'90% intervals, models left out':64}{'rows':>8}{'inside':>10}{'spread':>10}{'sources left out':>20}"]
     for name, own in groups.items():
         share = np.mean([inside[id(row)] for row in own]) if own else math.nan
         spread = f"{spreads[own[0].device]:.2%}" if own and name != "all" else ""
-        lines.append(f"{name[:64]:64}{len(own):8}{share:10.1%}{spread:>10}")
+        by_source = np.mean([apart[id(row)] for row in own]) if own else math.nan
+        lines.append(f"{name[:64]:64}{len(own):8}{share:10.1%}{spread:>10}{by_source:20.1%}")
     return "\n".join(lines)
 
 
