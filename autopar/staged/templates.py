@@ -113,7 +113,7 @@ class StageTemplates:
         for samples in (count for count in divisors(self.layered.batch) if count <= MOST_SAMPLES):
             here = [*self._of_microbatch(tp, ep, sharing, samples)]
             found += here
-            if not here and self._is_slow:
+            if not here and self._is_slow and samples == 1:
                 continue  # larger products may be fast enough
             if min((one.step_ns for one in here), default=best_ns) >= best_ns:
                 break
@@ -122,9 +122,9 @@ class StageTemplates:
 
     def _of_microbatch(self, tp: int, ep: int, sharing: tuple[str, ...], samples: int) -> Iterator[Estimated]:
         """With so many samples a rank and microbatch, on any number of stages, in each way to store what stays."""
-        every = [replace(one, sharing=sharing) for one in self._on_stages(tp, ep, samples)]
+        every, self._is_slow = [replace(one, sharing=sharing) for one in self._on_stages(tp, ep, samples)], False
         for alike in ([one for one in every if one.zero == zero] for zero in (0, *_ZERO)):
-            if alike:
+            if alike and not (self._is_slow and alike[0].zero == _ZERO[-1]):  # no less is computed with less stored
                 yield from self._of_storage(alike)
 
     def _of_storage(self, alike: Sequence[Setting]) -> Iterator[Estimated]:
