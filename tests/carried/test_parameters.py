@@ -173,8 +173,8 @@ def test_shards_are_what_one_device_has(write: Write, plan: str) -> None:
     assert differences(*kept(Model, batch, write), plan) == []
 
 
+@pytest.mark.sampled
 @pytest.mark.sweep
-@pytest.mark.sampled(times=2)
 @pytest.mark.parametrize("plan", sorted(PLANS))
 @pytest.mark.parametrize("write", OF_THE_STATE, ids=_named)
 def test_updates_made_of_what_is_stored_run_in_every_plan(write: Write, plan: str) -> None:
@@ -190,6 +190,7 @@ def test_updates_made_of_the_batch_run_without_microbatches(write: Write, plan: 
     assert wrong == [] or (wrong is None and "microbatches" in plan), wrong
 
 
+@pytest.mark.sampled(only=("dp=2 tp=2", "zero=3", "microbatches", "pp=2", "recompute", "searched"))
 @pytest.mark.sweep
 @pytest.mark.parametrize("plan", sorted(PLANS))
 def test_a_parameter_that_is_changed_after_its_use(plan: str) -> None:
@@ -260,6 +261,7 @@ class Teacher(nn.Module):
         return loss
 
 
+@pytest.mark.sampled(only=("dp=2 tp=2", "zero=3", "pp=2", "recompute", "searched"))
 @pytest.mark.sweep
 @pytest.mark.parametrize("plan", sorted(PLANS))
 def test_a_teacher_that_follows_its_student(plan: str) -> None:
@@ -303,6 +305,7 @@ def _planned(model: nn.Module, precision: str | None, mode: str = "train") -> Pl
     return autopar.parallelize(model, mesh, batch(), plan=plan)
 
 
+@pytest.mark.sampled(only=("row", "drifting"))
 @pytest.mark.parametrize("write", [_clamped, _row, _drifting, _decayed_and_bounded], ids=_named)
 def test_master_weights_are_updated_and_keep_their_bits(write: Write) -> None:
     """Made in bfloat16, each step would round them: what an optimizer adds would be lost."""

@@ -88,6 +88,7 @@ def text(vocabulary: int, count: int = 4, length: int = 6) -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": labels}
 
 
+@pytest.mark.sampled(only=("tied",))
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_vocabulary_50257_on_4_ranks(tied: bool) -> None:
     """Vocabulary-parallel embedding, head and loss: 12,565 rows on three ranks, 12,562 on the last."""
@@ -208,7 +209,14 @@ class Grouped(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(2)).square().mean()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(
+    only=(
+        "8-1-{'tp': 4}-['S(1)', 'R', 'R']",
+        "6-2-{'tp': 4}-None",
+        "8-2-{'x': 2, 'y': 2}-['S(1) S(1)', 'S(1) R', 'S(1) R']",
+        "8-4-{'tp': 4}-['S(1)', 'S(1)', 'S(1)']",
+    )
+)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "axes", "expected"),
     [
