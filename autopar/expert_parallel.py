@@ -12,7 +12,10 @@ from autopar.ir.constraint import Constraint
 from autopar.ir.exchange_table import EXCHANGES, FLAT
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.slice_table import SLICE_WAYS
+from autopar.ops.call import call_of
 from autopar.ops.experts import ROUTED_EXPERTS
+from autopar.ops.sliced import sliced_operands, sliced_rule
 
 ADAPTIVE = "adaptive"
 """As the load of the moment asks for, by a table that the planner prices."""
@@ -98,12 +101,15 @@ def _routed(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.op == ROUTED_EXPERTS]
 
 
-def expert_parameters(graph: Graph) -> set[str]:
-    """The names of the parameters that experts are made of, seen through their views."""
+def expert_parameters(graph: Graph, sliced: bool = False) -> set[str]:
+    """The names of the parameters that experts are made of, seen through their views; or of those that have hidden
+    values."""
     names = {item.tensor: item.name for item in graph.stored}
     found = set[str]()
     for node in _routed(graph):
-        for operand in node.operands[3:]:
+        for operand in (
+            [node.operands[n] for n in sliced_operands(call_of(graph, node))] if sliced else node.operands[3:]
+        ):
             root = operand
             while root not in names and root in graph.producers and graph.producers[root].operands:
                 root = graph.producers[root].operands[0]
@@ -136,8 +142,45 @@ def expert_constraints(graph: Graph, axis: str, first: Collection[str]) -> list[
     return [*found, *(Constraint(name, ("S(0)",), what="operands", axis=axis) for name in routed)]
 
 
-def others_on(graph: Graph, rules: Sequence[Constraint]) -> list[Constraint]:
-    """Rules about all parameters, for those that are not of experts."""
-    own = expert_parameters(graph)
+def sliced_constraints(graph: Graph, axis: str, first: Collection[str]) -> list[Constraint]:
+    """On an axis whose ranks have their own tokens, and slices of the experts. first: as in `expert_constraints`.
+    Raises PlanError where hidden values cannot be split."""
+    own, stored, found = expert_parameters(graph, sliced=True), graph.stored_by_tensor, dict[Constraint, None]()
+    others = sorted({item.name for item in graph.stored} - own)
+    for pattern in patterns(sorted(own), others):
+        found[Constraint(pattern, ("S",), what="stored", axis=axis)] = None
+    for node in (node for node in _routed(graph) if node.results[0] in first):
+        rules = sliced_rule(call_of(graph, node))
+        if not rules:
+            where = f"{node.name} at {node.source or 'an unknown line'}"
+            raise PlanError(
+                f"expected experts whose hidden values can be split, found {where}, whose gates are halves of one dim; "
+                'use experts="whole"'
+            )
+        for position in sliced_operands(call_of(graph, node)):
+            operand, type_ = node.operands[position], (str(rules[0].operands[position]),)
+            if operand in stored:
+                found[Constraint(stored[operand].name, type_, what="used", axis=axis)] = None
+            else:
+                found[Constraint(operand, type_, what="tensor", axis=axis)] = None
+        found[Constraint(node.results[0], ("S(0)",), what="tensor", axis=axis)] = None
+    return list(found)
+
+
+def check_slices(experts: str, ranks: int, exchange: str) -> None:
+    """That there are ranks with tokens of their own which have the same experts. Raises PlanError."""
+    known = ("whole", *SLICE_WAYS, ADAPTIVE)
+    if experts not in known:
+        raise PlanError(f"expected experts as one of {', '.join(known)}, found {experts!r}")
+    if experts != "whole" and ranks < 2:
+        raise PlanError(
+            f'expected dp of at least twice ep with experts="{experts}", which slices them among those ranks'
+        )
+    if experts != "whole" and exchange == ADAPTIVE:
+        raise PlanError(f'expected exchange="flat" or "two-level" with experts="{experts}", found "{ADAPTIVE}"')
+
+
+def others_on(graph: Graph, rules: Sequence[Constraint], own: Collection[str]) -> list[Constraint]:
+    """Rules about all parameters, for those that are not among some."""
     others = [item.name for item in graph.stored if item.name not in own]
     return [replace(rule, pattern=pattern) for rule in rules for pattern in patterns(others, sorted(own))]

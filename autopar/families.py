@@ -206,13 +206,16 @@ class Family:
         """Looks at a shape. False where it is so much slower than the best, whatever its memory, that no larger `tp`,
         which sends more, is near it."""
         counts = self._counts_of(dp)
-        one = Template(dp, tp, 3 if dp > 1 else 0)
+        one = Template(dp, tp, 3 if dp > 1 else 0, sequence_parallel=tp > 1)
         if not counts:
             return True
+        before = len(self.found)
         least_ns = self._look_at(one, counts)
-        if tp > 1 and self._likely_ns(least_ns) <= ALIKE * self.best_ns:
-            self._look_at(replace(one, sequence_parallel=True), counts)
-        return tp == 1 or self._likely_ns(least_ns) <= ALIKE * self.best_ns
+        is_near = self._likely_ns(least_ns) <= ALIKE * self.best_ns
+        played = [plan.predicted.step_time_ns for _, _, plan in self.found[before:]]
+        if tp > 1 and is_near and min(played, default=_MANY) <= ALIKE * self.best_ns:
+            self._look_at(replace(one, sequence_parallel=False), counts)  # which takes more memory, and starts less
+        return tp == 1 or is_near
 
     def _look_at(self, family: Template, counts: Sequence[int]) -> int:
         """What a step takes at least in any number of microbatches.

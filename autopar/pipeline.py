@@ -227,7 +227,7 @@ def template_plan(
     model: nn.Module, mesh: Mesh, example_inputs: Any, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
     schedule: str = "1f1b", chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False,
     zero: int = 0, hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat",
-    exchange_chunks: int = 1, recompute: str = "none", split: str = "equal",
+    exchange_chunks: int = 1, experts: str = "whole", recompute: str = "none", split: str = "equal",
     loss_fn: Callable[..., Any] | None = None, mode: str = "train", optimizer: str | None = "adamw",
     precision: str | None = None, memory_limit: int | None = None, routing: Routing | None = None, check: bool = True,
     part: bool = False,
@@ -257,6 +257,10 @@ def template_plan(
     at once; "two-level" along the ranks of a node first, then across nodes; "adaptive" one
     of both, in as many parts, as a table says that is priced for the plan, by the rows of the busiest rank, which all
     ranks see when they run. Over tp, use sequence_parallel.
+    experts: what the ranks of dp that have the same experts, dp / ep of them, have of each. "whole": all; "tensor": a
+    slice of its hidden values, to which all of these ranks send their rows; "data": the same slice, which is gathered
+    for a rank's own rows (expert-tensor and expert-data parallelism); "adaptive": one of both, as a table says that is
+    priced for the plan, by the rows of the busiest of these ranks. What is stored stays where it is.
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
     modules around each block's attention operator alone; "selective" for operators that are cheap for the memory that
@@ -282,7 +286,7 @@ def template_plan(
         graph, mesh, dp=dp, tp=tp, pp=pp,
         microbatches=microbatches, schedule=schedule, chunks=chunks, layers=layers, sequence_parallel=sequence_parallel,
         zero=zero, hsdp=hsdp, cp=cp, context=context, ep=ep, exchange=exchange, exchange_chunks=exchange_chunks,
-        recompute=recompute, split=split, mode=mode, optimizer=optimizer,
+        experts=experts, recompute=recompute, split=split, mode=mode, optimizer=optimizer,
         precision=precision, memory_limit=memory_limit,
     )  # fmt: skip
     steps += plan.substitutions

@@ -20,6 +20,7 @@ from autopar.ir.exchange_table import EVERY_WAY, FLAT, MOST_CHUNKS, ExchangeTabl
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Substitution
 from autopar.ir.routing import Routing
+from autopar.ir.slice_table import DATA, TENSOR, SliceTable, SliceWay
 from autopar.microbatch import divided_graph
 from autopar.ops.experts import with_routing
 from autopar.planning import pinned_tensors
@@ -159,6 +160,28 @@ def by_load(graph: Graph, tables: Mapping[str, ExchangeTable]) -> tuple[Graph, t
     return graph, tuple(steps)
 
 
+def by_slices(graph: Graph, tables: Mapping[str, SliceTable]) -> tuple[Graph, tuple[Substitution, ...]]:
+    """The graph whose rows or slices travel by load, each operator's (by name) by its table, and the substitutions that
+    make it: one for all of a table."""
+    steps = []
+    for table in dict.fromkeys(tables.values()):
+        names = tuple(name for name, own in tables.items() if own == table)
+        modules = tuple(graph.node_by_name[name].scope.module for name in names)
+        binding = {"table": table.text}
+        rule, statement = exchanges.SLICE_RULE, exchanges.SLICE_STATEMENT
+        steps.append(Substitution(rule, statement, "proved", "", modules, names, binding))
+        graph = exchanges.by_slices(graph, names, table.text)
+    return graph, tuple(steps)
+
+
+def with_slices(graph: Graph, experts: str) -> tuple[Graph, tuple[Substitution, ...]]:
+    """The graph of which rows ("tensor") or slices ("data") travel where experts are sliced, in memory that does for
+    both where it may be either ("adaptive"), and the substitutions that make it; itself where experts are whole."""
+    either = (SliceWay(0, TENSOR), SliceWay(EVERY_WAY, DATA))
+    ways = {TENSOR: (SliceWay(0, TENSOR),), DATA: (SliceWay(0, DATA),)}.get(experts, either)
+    return by_slices(graph, {} if experts == "whole" else dict.fromkeys(exchanges.routed(graph), SliceTable(ways)))
+
+
 def graph_of(plan: Plan, graph: Graph) -> Graph:
     """The graph that a plan is for: a model's traced graph with the plan's routing, after its substitutions. Raises
     PlanError."""
@@ -181,6 +204,7 @@ def _replayed(graph: Graph, steps: tuple[Substitution, ...]) -> Graph:
         RULE: without_masks, rows.RULE: rows.with_rows, sequences.RULE: sequences.with_sequences,
         sequences.RING_RULE: sequences.with_rings, sequences.GATHER_RULE: sequences.with_gathers,
         exchanges.RULE: exchanges.in_chunks, exchanges.LOAD_RULE: exchanges.by_load,
+        exchanges.SLICE_RULE: exchanges.by_slices,
     }  # fmt: skip
     for step in steps:
         if step.rule in told:

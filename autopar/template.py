@@ -8,7 +8,14 @@ from dataclasses import replace
 from typing import Protocol, get_args
 
 from autopar.errors import MeshError, PlanError
-from autopar.expert_parallel import expert_axes, expert_constraints, expert_parameters, others_on, patterns
+from autopar.expert_parallel import (
+    expert_axes,
+    expert_constraints,
+    expert_parameters,
+    others_on,
+    patterns,
+    sliced_constraints,
+)
 from autopar.ir.constraint import Constraint, Context
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
@@ -109,7 +116,7 @@ def template_recompute(graph: Graph, block_paths: Sequence[str], recompute: str)
 def template_constraints(
     graph: Graph, axes: LogicalMesh, zero: int, sequence_parallel: bool, block_paths: tuple[str, ...],
     batch: Mapping[str, Type], sequence: Mapping[str, Type] | None = None, context: str = "gather",
-    sharing: Sequence[str] = (), kept: SomeBlocks | None = None,
+    sharing: Sequence[str] = (), kept: SomeBlocks | None = None, sliced: str = "",
 ) -> list[Constraint]:  # fmt: skip
     """The constraints of a template on its axes.
 
@@ -119,7 +126,7 @@ def template_constraints(
     them (`sequence`: the tensors by name), and so are results of attention, or by heads where `context` says it;
     parameters as on dp. tp: matrices are sharded where a dim divides (Megatron's column and row pairs then cost least),
     parameters stored as used; with sequence parallel, activations between blocks prefer to be split. sharing: the axes
-    that share the experts; kept: which results stand for equal ones.
+    that share the experts; kept: which results stand for equal ones; sliced: an axis whose ranks have slices of them.
     """
     names = [axis.name for axis in axes]
     num_ranks = math.prod(axis.size for axis in axes if axis.name in DATA)
@@ -141,7 +148,8 @@ def template_constraints(
             Constraint("*", stored, what="stored", axis=data, soft=is_sharded, zero=zero if is_sharded else None),
         ]
         found += [Constraint(name, given(name), what="input", axis=data) for name in graph.inputs]
-        found += others_on(graph, whole) if data in sharing else whole
+        own = expert_parameters(graph, data == sliced) if data == sliced or data in sharing else set[str]()
+        found += others_on(graph, whole, own) if own else whole
         found += [Constraint(name, (str(type_),), what="tensor", axis=data, soft=True) for name, type_ in batch.items()]
     if "cp" in names:
         size = next(axis.size for axis in axes if axis.name == "cp")
@@ -158,7 +166,7 @@ def template_constraints(
     first = {n for n in graph.tensors if kept is None or kept.representative_tensor(n) == n}
     for axis in sharing:
         found += expert_constraints(graph, axis, first)
-    return found
+    return [*found, *(sliced_constraints(graph, sliced, first) if sliced else ())]
 
 
 def _context_constraints(

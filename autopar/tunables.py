@@ -94,6 +94,10 @@ in larger microbatches, a problem for each; halved, what larger products gain is
 NEAR_ESTIMATE, TEMPLATES_LOOKED_AT = 1.04, 6
 """Templates of several stages are looked at, at most so many, while the next is estimated to take no more than so many
 times the best of them. Halved, the best may be missed where estimates are alike; doubled, twice as many problems."""
+SHARED_SIZES = 3
+"""Numbers of ranks that share the experts of a template of several stages, from those of a node on. Halved, models
+whose experts fit on the ranks of several nodes alone have no such template; doubled, problems are solved that send more
+for nothing."""
 FAR_TEMPLATE = 1.15
 """Logical shapes whose best template would take so many times the best of all are not looked at otherwise. Nearer to 1,
 placements that no template has are missed where these gain much; doubled, most shapes are looked at for nothing."""

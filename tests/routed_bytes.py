@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 from unittest import mock
@@ -13,10 +15,12 @@ from unittest import mock
 from torch import Tensor, nn
 
 from autopar.ir.exchange_table import FLAT, ExchangeTable
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import SLICES, Graph, Node
 from autopar.ir.placement import Axis, Placement, S, local_shape
 from autopar.ir.plan import Plan
+from autopar.ir.slice_table import TENSOR, SliceTable
 from autopar.ops.experts import ROUTED_EXPERTS, table_of
+from autopar.ops.sliced import slice_table_of, sliced_over
 from autopar.simulate import traffic
 from tests.ops.shards import deal
 from tests.trace.interpret import run_graph
@@ -34,30 +38,60 @@ class Bytes(NamedTuple):
 
 def exchanged_bytes(
     ids: dict[Coordinate, Tensor], num_experts: int, axes: Sequence[Axis], x: Placement, up: Placement,
-    row_bytes: tuple[int, int], table: ExchangeTable | None = None,
+    row_bytes: tuple[int, int], table: ExchangeTable | None = None, slices: SliceTable | None = None,
 ) -> Bytes:  # fmt: skip
     """Of the first rank. ids: of each rank's tokens; row_bytes: of a token, and of what comes back of it; table: how
-    they are exchanged by load."""
+    they are exchanged by load; slices: what travels where experts are sliced."""
     over = [a for a in reversed(range(len(axes))) if x[a] == S(0) == up[a] and axes[a].size > 1]
-    if not over:
-        return Bytes(0, 0)
     first = (0,) * len(axes)
-    homes = {e: _homes(e, num_experts, axes, up) for e in range(num_experts)}
-    held, lying = [], {rank: [homes[e] for e in own.flatten().tolist() if e in homes] for rank, own in ids.items()}
-    kept = [a for a, type_ in enumerate(up) if type_ == S(0) and a not in over]
-    lying = {rank: [h for h in own if all(h[a] == rank[a] for a in kept)] for rank, own in lying.items()}
-    for a in (None, *over):
-        if a is not None:
-            lying = {
-                rank: [h for i in range(axes[a].size) for h in lying[*rank[:a], i, *rank[a + 1 :]] if h[a] == rank[a]]
-                for rank in lying
-            }
-        held.append(len(lying[first]))
+    *held, arrived = [
+        {rank: len(own) for rank, own in lying.items()} for lying in _journey(ids, num_experts, axes, up, over)
+    ]
+    counts = [own[first] for own in (*held, arrived)]
     if table is not None:
-        most = max(len(own) for rank, own in lying.items() if not any(i for a, i in enumerate(rank) if a not in over))
-        held = [held[0], held[-1]] if table.at(most).how == FLAT else held
-    there, back = sum(held[:-1]), sum(held[1:])
+        most = max(count for rank, count in arrived.items() if not any(i for a, i in enumerate(rank) if a not in over))
+        counts = [counts[0], counts[-1]] if table.at(most).how == FLAT else counts
+    there, back = sum(counts[:-1]), sum(counts[1:])
+    for group in sliced_groups(arrived, axes, x, up):
+        if (slices or SliceTable()).at(max(group)) == TENSOR:
+            there, back = there + len(group) * group[0], back + sum(group)
     return Bytes(there * row_bytes[0] + back * row_bytes[1], there * row_bytes[1] + back * row_bytes[0])
+
+
+def _journey(
+    ids: dict[Coordinate, Tensor], num_experts: int, axes: Sequence[Axis], up: Placement, over: Sequence[int]
+) -> list[dict[Coordinate, list[dict[int, int]]]]:
+    """Where the rows of each rank must go, before they travel and after each axis."""
+    homes = {e: _homes(e, num_experts, axes, up) for e in range(num_experts)}
+    lying = {rank: [homes[e] for e in own.flatten().tolist() if e in homes] for rank, own in ids.items()}
+    kept = [a for a, type_ in enumerate(up) if type_ == S(0) and a not in over]
+    found = [{rank: [h for h in own if all(h[a] == rank[a] for a in kept)] for rank, own in lying.items()}]
+    for a in over:
+        before = found[-1]
+        found.append({
+            rank: [h for i in range(axes[a].size) for h in before[*rank[:a], i, *rank[a + 1 :]] if h[a] == rank[a]]
+            for rank in before
+        })  # fmt: skip
+    return found
+
+
+def sliced_groups(
+    arrived: Mapping[Coordinate, int], axes: Sequence[Axis], x: Placement, up: Placement
+) -> list[list[int]]:
+    """The rows of the ranks that share slices of experts with the first, one list an axis."""
+    first = (0,) * len(axes)
+    over = [a for a, axis in enumerate(axes) if x[a] == S(0) != up[a] and up[a].kind == "S" and axis.size > 1]
+    return [[arrived[*first[:a], i, *first[a + 1 :]] for i in range(axes[a].size)] for a in over]
+
+
+def slices_taken(
+    ids: dict[Coordinate, Tensor], num_experts: int, axes: Sequence[Axis], x: Placement, up: Placement,
+    slices: SliceTable,
+) -> str:  # fmt: skip
+    """What the first rank and those that share slices of experts with it send each other."""
+    over = [a for a in reversed(range(len(axes))) if x[a] == S(0) == up[a] and axes[a].size > 1]
+    arrived = {rank: len(own) for rank, own in _journey(ids, num_experts, axes, up, over)[-1].items()}
+    return slices.at(max((max(group) for group in sliced_groups(arrived, axes, x, up)), default=0))
 
 
 def _homes(expert: int, num_experts: int, axes: Sequence[Axis], up: Placement) -> dict[int, int]:
@@ -79,11 +113,13 @@ def bytes_of(
     """What the first rank of a plan of one stage sends, by collective: as predicted, but for exchanges, which are those
     of the routing that happens. traced: the model's own graph, where that of the plan has been rewritten."""
     predicted = {kind: size for kind, size in plan.predicted.comm_bytes.items() if size}
-    if "exchange" not in predicted:
+    slices = {dict(node.kwargs).get(SLICES, "") for node in graph.nodes if node.op == ROUTED_EXPERTS}
+    is_by_load = any(";" in table for table in slices)
+    if "exchange" not in predicted and not is_by_load:
         return predicted
     with as_routed(traced or graph, model, batch):
-        found = traffic(graph, plan)
-    assert {**found, "exchange": 0} == {**predicted, "exchange": 0}
+        found = {kind: int(size) for kind, size in traffic(graph, plan).items() if size}
+    assert is_by_load or {**found, "exchange": 0} == {**predicted, "exchange": 0}
     return found
 
 
@@ -94,11 +130,11 @@ def as_routed(graph: Graph, model: nn.Module, batch: Mapping[str, Tensor]) -> It
     plain = _traffic.inner_collectives
 
     def inner(part: Graph, node: Node, stage: Any) -> Any:
-        forward, backward = plain(part, node, stage)
         if node.op != ROUTED_EXPERTS:
-            return forward, backward
+            return plain(part, node, stage)
+        declared = _by_microbatch(plain, part, node, stage, values[node.operands[1]])
         found = _of_node(part, node, stage, values[node.operands[1]])
-        return tuple(map(_instead, (forward, backward), found))
+        return tuple(map(_instead, declared, found))
 
     with mock.patch.object(_traffic, "inner_collectives", inner):
         yield
@@ -109,6 +145,30 @@ def _instead(sent: list[Any], exchanged: Fraction) -> list[Any]:
     others = [inner for inner in sent if inner.collective != "exchange"]
     some = [inner for inner in sent if inner.collective == "exchange"]
     return [*others, *(inner._replace(num_bytes=exchanged) for inner in some[:1])]
+
+
+def _by_microbatch(plain: Any, part: Graph, node: Node, stage: Any, ids: Tensor) -> tuple[list[Any], list[Any]]:
+    """What is declared where experts are sliced, as the first rank does it in each microbatch: in the mean of these."""
+    operands, slices = stage.nodes[node.name].operands, slice_table_of(node)
+    if not sliced_over(operands):
+        found: tuple[list[Any], list[Any]] = plain(part, node, stage)
+        return found
+    sizes = tuple(axis.size for axis in stage.axes)
+    hows = Counter(
+        slices_taken(deal(own, operands[1], sizes), node.args[7], stage.axes, operands[0], operands[3], slices)
+        for own in _microbatches(part, node, stage, ids)
+    )
+    both: tuple[list[Any], list[Any]] = [], []
+    for how, count in hows.items():
+        told = replace(node, kwargs=tuple({**dict(node.kwargs), SLICES: f"0:{how}"}.items()))
+        for every, own in zip(both, plain(part, told, stage), strict=True):
+            every += [one._replace(num_bytes=Fraction(one.num_bytes * count, stage.microbatches)) for one in own]
+    return both
+
+
+def _microbatches(part: Graph, node: Node, stage: Any, ids: Tensor) -> Sequence[Tensor]:
+    is_cut = part.tensors[node.operands[1]].shape != ids.shape
+    return ids.chunk(stage.microbatches) if is_cut else [ids] * stage.microbatches
 
 
 def _of_node(part: Graph, node: Node, stage: Any, ids: Tensor) -> tuple[Fraction, Fraction]:
@@ -127,7 +187,8 @@ def _of_node(part: Graph, node: Node, stage: Any, ids: Tensor) -> tuple[Fraction
             operands[3],
             (row_bytes[0], row_bytes[1]),
             table_of(node),
+            slice_table_of(node),
         )
-        for own in (ids.chunk(stage.microbatches) if shapes[1] != ids.shape else [ids] * stage.microbatches)
+        for own in _microbatches(part, node, stage, ids)
     ]
     return tuple(Fraction(sum(one), stage.microbatches) for one in zip(*found, strict=True))  # type: ignore[return-value]

@@ -125,14 +125,17 @@ class PlacedExperts:
         return high
 
 
-def placed_experts(part: Graph, plan: Plan, profiles: Mapping[str, Profile]) -> dict[str, PlacedExperts]:
-    """The operators of a plan whose ranks exchange tokens, and can choose how, by name. part: of one microbatch."""
+def placed_experts(
+    part: Graph, plan: Plan, profiles: Mapping[str, Profile], kind: type[PlacedExperts] = PlacedExperts
+) -> dict[str, PlacedExperts]:
+    """The operators of a plan whose ranks can choose how they do what a kind is about, by name. part: of one
+    microbatch."""
     found = dict[str, PlacedExperts]()
     for node in part.nodes:
         for stage in plan.stages if node.op == ROUTED_EXPERTS else ():
             if node.name in stage.nodes and node.name not in found:
                 own = stage.nodes[node.name]
-                one = PlacedExperts(
+                one = kind(
                     part, node, own.operands, own.results, stage.axes,
                     *_device(plan.mesh, stage.ranks, profiles), plan.mode == "train",
                 )  # fmt: skip

@@ -28,6 +28,8 @@ IDENTITY = "aten.alias.default"
 EXPECTED = "routing"
 #: the argument that says how they exchange tokens by load
 BY_LOAD = "exchange"
+#: the argument that says what travels, by load, where experts are sliced
+SLICES = "slices"
 
 
 class Ref(NamedTuple):

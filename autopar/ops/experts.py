@@ -26,6 +26,7 @@ from autopar.ir.graph import BY_LOAD, EXPECTED, Graph, Node
 from autopar.ir.placement import Axis, Placement, R, S, Shape, local_shape
 from autopar.ir.plan import NodePlan
 from autopar.ir.routing import BALANCED, HISTOGRAM, Routing
+from autopar.ir.slice_table import DATA, SLICE_WAYS, TENSOR
 from autopar.ops import saved, work
 from autopar.ops.call import Call, argument
 from autopar.ops.inner import Inner, Sent, split_by
@@ -33,6 +34,7 @@ from autopar.ops.loads import busiest
 from autopar.ops.local import LocalCall, tuple_of
 from autopar.ops.notation import AxisRule, einsum_rules
 from autopar.ops.operator import Operator
+from autopar.ops.sliced import sent_for_slices, slice_table_of, sliced_error, sliced_over, sliced_rule
 from autopar.ops.workspace import RuntimeMemory, Sizes
 from autopar.runtime.lowering.activations import activated
 
@@ -44,7 +46,7 @@ _LIBRARY: Any = torch.library.Library("autopar", "DEF")  # type: ignore[no-untyp
 _LIBRARY.define(
     "routed_experts(Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor down, str activation, bool gated, "
     "int num_experts, Tensor? up_bias=None, Tensor? down_bias=None, *, bool paired=False, int chunks=1, "
-    "str exchange='', str routing='') -> Tensor"
+    "str exchange='', str slices='', str routing='') -> Tensor"
 )
 
 
@@ -52,13 +54,14 @@ def _routed_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor,
     activation: str, gated: bool, num_experts: int, up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None, *, paired: bool = False, chunks: int = 1, exchange: str = "",
-    routing: str = "",
+    slices: str = "", routing: str = "",
 ) -> torch.Tensor:  # fmt: skip
     """The formula above, a matrix for each token and choice: simple, and large; programs call the runtime's. Numbers
     that are no expert's add nothing.
 
-    chunks, exchange: how ranks exchange tokens, the same at any load, or by it (`ExchangeTable.text`). routing: how
-    tokens are expected to choose, as `Routing.text` has it. What is computed depends on none of them.
+    chunks, exchange: how ranks exchange tokens, the same at any load, or by it (`ExchangeTable.text`). slices: what
+    travels where they are sliced (`SliceTable.text`). routing: how tokens are expected to choose, as `Routing.text` has
+    it. What is computed depends on none of them.
     """
     is_expert, ids = ids < num_experts, ids.clamp(max=num_experts - 1)
     hidden = torch.einsum("td,tkdn->tkn", x, up.flatten(2)[ids])
@@ -74,7 +77,7 @@ _LIBRARY.impl("routed_experts", _routed_experts, "CompositeImplicitAutograd")
 
 def routed_experts(call: Call) -> list[AxisRule]:
     """Tokens; experts, whose ranks each add what their own experts make; both, where choices are exchanged; hidden
-    values; columns of the result."""
+    values; both tokens and these (`sliced`); columns of the result."""
     hidden = _hidden_letters(call)
     operands = ["t D", "t K", "t K", f"e D {hidden}", f"e {'h' if 'h' in hidden else 'H'} m"]
     operands += [f"e {hidden}"] * call.has_tensor("up_bias") + ["e m"] * call.has_tensor("down_bias")
@@ -83,7 +86,7 @@ def routed_experts(call: Call) -> list[AxisRule]:
     added = (len(operands) - 1,) if call.has_tensor("down_bias") else ()
     text = f"{', '.join(operands)} -> t m"
     rules = einsum_rules(text, call.operand_shapes, call.result_shapes, " ".join(words), added)
-    return [*rules, *_exchange(call)]
+    return [*rules, *_exchange(call), *sliced_rule(call)]
 
 
 def _hidden_letters(call: Call) -> str:
@@ -173,10 +176,10 @@ def _split_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, 
 
 def _inside(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> Sent:
     """Counts; then rows to the experts and back, over each axis, in chunks; their gradients the same ways."""
-    over = _sent_over(operands, axes)
+    over, rows = _sent_over(operands, axes), _rows(call, operands, axes)
     if not over:
-        return [], []
-    table, rows = table_of(call.node), _rows(call, operands, axes)
+        return sent_for_slices(call, operands, axes, (rows.sent, rows.mean), 1)
+    table = table_of(call.node)
     legs: list[tuple[int, ...]] = [(axis,) for axis in reversed(over)]
     chunks = int(call.arguments["chunks"])
     if table is not None:
@@ -190,7 +193,9 @@ def _inside(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...])
     )
     back.reverse()
     moved = [leg for legs in (*there[:-1], _beside(there[-1], back[0]), *back[1:]) for leg in legs]
-    return [*_counts(_counted(call, operands, axes) * 8, over, axes, chunks, table), *moved], moved
+    sliced, sliced_back = sent_for_slices(call, operands, axes, (rows.sent, rows.mean), chunks)
+    counts = _counts(_counted(call, operands, axes) * 8, over, axes, chunks, table)
+    return [*counts, *moved, *sliced], [*moved, *sliced_back]
 
 
 def _counts(
@@ -264,9 +269,9 @@ def _counted(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]
 def worked_shapes(
     shapes: tuple[Shape, ...], operands: tuple[Placement, ...], axes: tuple[Axis, ...]
 ) -> tuple[Shape, ...]:
-    """Local shapes of the operands where choices are as many as all ranks have together that exchange them, of which
-    each does its share."""
-    ranks = math.prod(axes[position].size for position in exchanged_over(operands))
+    """Local shapes of the operands where choices are as many as all ranks have together that exchange them, or share
+    slices of the experts, of which each does its share."""
+    ranks = math.prod(axes[position].size for position in (*exchanged_over(operands), *sliced_over(operands)))
     tokens, choices = shapes[1]
     return (shapes[0], (tokens * ranks, choices), *shapes[2:])
 
@@ -274,22 +279,44 @@ def worked_shapes(
 def _memory(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory:
     """Of each choice that comes: its row, hidden values before and after the activation; of each that was sent, what
     came of it, and its weight; the experts. Rows lie once more, in another order, while they are sent or arrive."""
-    (tokens, width), (_, choices), _, up, down = sizes.operands[:5]
+    (tokens, _), (_, choices), _, up, _ = sizes.operands[:5]
     experts = int(argument(node, 7, "num_experts", 1))
     ranks = max(1, round(experts / max(1, up[0]))) if exchanged_over(operands) else 1
     rows = exchanged_rows(tokens, choices, experts, ranks, dict(node.kwargs).get(EXPECTED, ""))
-    hidden, gated = math.prod(up[2:]), down[1]
-    steps = 2 + str(node.args[5]).count("=")
     table = table_of(node)
     told = 3 * ranks * experts * (table.chunks if table else 0)  # the counts of all ranks, by expert and chunk
-    numbers = 8 * (6 * rows.most + 8 * rows.sent + told)
-    arrived = rows.most * (width + hidden + steps * gated) * sizes.itemsize
+    shared = math.prod(sizes.axis_sizes[position] for position in sliced_over(operands))
+    if shared == 1:
+        return _memory_of(node, sizes, rows, told)
+    hows = slice_table_of(node).hows
+    found = [_memory_of(node, sizes, rows, told, shared, how) for how in SLICE_WAYS if how in hows]
+    saved, *spaces = (
+        max(sizes) for sizes in zip(*((one.saved_bytes or 0, *one.workspace) for one in found), strict=True)
+    )
+    return RuntimeMemory(saved, (spaces[0], spaces[1]), keeps=(3, 4))
+
+
+def _memory_of(
+    node: Node, sizes: Sizes, rows: Exchanged, told: int, shared: int = 1, how: str = TENSOR
+) -> RuntimeMemory:
+    """With so many numbers told. shared: among how many ranks the experts are sliced; how: what they send each other:
+    rows of all of them, or slices, which lie whole beside, with their gradients."""
+    (_, width), _, _, up, down = sizes.operands[:5]
+    steps, times = 2 + str(node.args[5]).count("="), shared if how == DATA else 1
+    come = rows.most * (shared if how == TENSOR else 1)
+    hidden, gated, most = math.prod(up[2:]) * times, down[1] * times, max(width, down[2])
+    numbers = 8 * (6 * come + 8 * rows.sent + told + (4 * shared * up[0] if shared > 1 else 0))
+    arrived = come * (width + hidden + steps * gated) * sizes.itemsize
     home = rows.sent * (down[2] + 1) * sizes.itemsize
-    passing = (rows.most * (2 * max(width, down[2]) + hidden) + 3 * rows.sent * max(width, down[2])) * sizes.itemsize
+    passing = (come * (2 * most + hidden) + 3 * rows.sent * most) * sizes.itemsize
+    backward = passing + come * 2 * hidden * sizes.itemsize
+    if shared > 1 and how == TENSOR:
+        passing, backward = (
+            size + (2 * come + shared * rows.sent) * most * sizes.itemsize for size in (passing, backward)
+        )
+    whole = sum(map(sizes.operand, (3, 4))) * shared if how == DATA else 0
     return RuntimeMemory(
-        arrived + home + numbers,
-        (passing + numbers, passing + rows.most * 2 * hidden * sizes.itemsize),
-        keeps=(3, 4),
+        arrived + home + numbers + whole, (passing + numbers + 2 * whole, backward + 3 * whole), keeps=(3, 4)
     )
 
 
@@ -305,6 +332,10 @@ def _local(local: LocalCall) -> str:
     named |= {"paired": "True"} if arguments["paired"] else {}
     named |= {"exchanged": tuple_of(exchanged)} if exchanged else {}
     named |= _told_exchange(local, exchanged)
+    sliced = [axis for axis in local.axes_where(3, lambda type_: type_.kind == "S" and type_ != S(0)) if axis in both]
+    for axis in sliced:
+        ways = tuple(map(tuple, slice_table_of(local.call.node).ways))
+        named |= {"slices": f"rt.SlicesByLoad({ways!r}, {axis})"} if sizes[axis] > 1 else {}
     options = [f"{name}={value}" for name, value in named.items()]
     return f"rt.routed_experts({', '.join([*local.names[:5], *told, tuple_of(axes), *options])})"
 
@@ -383,7 +414,8 @@ def _grouped_mm_local(local: LocalCall) -> str:
 EXPERTS: dict[str, Operator] = {
     ROUTED_EXPERTS: Operator(
         routed_experts, work=work.EXPERTS, saved=saved.routed_experts, lowered=_memory,
-        limits=(_split_error, _table_error), inside=_inside, local=_local, needs_elements=True, worked=worked_shapes,
+        limits=(_split_error, _table_error, sliced_error), inside=_inside, local=_local, needs_elements=True,
+        worked=worked_shapes,
     ),
     "transformers.grouped_mm_fallback.default": Operator(
         work=work.GROUPED, saved=saved.matrices, local=_grouped_mm_local

@@ -28,6 +28,7 @@ class Sizes(NamedTuple):
     differentiable: tuple[bool, ...]
     device_type: str
     communicates: bool  # its own work, inside: statistics over shards, a cross-entropy over split classes
+    axis_sizes: tuple[int, ...] = ()  # of the mesh
 
     def operand(self, position: int) -> int:
         """Its bytes."""

@@ -17,6 +17,7 @@ from autopar.ir.plan import COMPILED, Breakdown, Fork, GraphPlan, Plan, Predicti
 from autopar.ir.recompute import is_operator_call, modules_again, node_of_call
 from autopar.ir.schedule import PLAIN
 from autopar.ir.shares import alike_ranks, axis_text
+from autopar.ir.slice_table import SliceTable
 from autopar.ir.tried import Tried
 from autopar.show.hsdp import hsdp_text
 from autopar.substitute import exchanges
@@ -79,9 +80,11 @@ def refinement_text(plan: Plan) -> str:
 
 
 def exchanges_text(plan: Plan) -> str:
-    """How tokens travel to experts, by the rows of the busiest rank, in how many layers; nothing where it is fixed."""
-    tables = [step for step in plan.substitutions if step.rule == exchanges.LOAD_RULE]
-    return "; ".join(f"{ExchangeTable.parse(step.binding.get('table'))} ×{len(step.roots)}" for step in tables)
+    """How tokens travel to experts, and what to slices of them, by the rows of the busiest rank, in how many layers;
+    nothing where it is fixed."""
+    tables = {exchanges.LOAD_RULE: ExchangeTable.parse, exchanges.SLICE_RULE: SliceTable.parse}
+    found = [(tables[step.rule](step.binding.get("table")), step) for step in plan.substitutions if step.rule in tables]
+    return "; ".join(f"{table} ×{len(step.roots)}" for table, step in found)
 
 
 def substitutions_text(plan: Plan) -> str:

@@ -783,6 +783,7 @@ class Lowering:
             tuple([values[value].differentiable for value in inputs]),
             self.profile.device_type,
             communicates,
+            tuple([axis.size for axis in self.plan.axes]),
         )
 
     def _saved(

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from autopar.clock import worked
 from autopar.collector import cached_method
 from autopar.cost import Profile
+from autopar.expert_parallel import expert_parameters
 from autopar.interop import Folded, Layers, StageKind, balanced_layers, block_layers, fold
 from autopar.intraop import Sends
 from autopar.ir.constraint import may_run
@@ -21,6 +22,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Axis
 from autopar.ir.structure import batch_inputs
 from autopar.microbatch import batch_types
+from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.planning import DividedGraph, Place, divided, microbatch_counts
 from autopar.request import Request
 from autopar.simulate import Incremental
@@ -84,19 +86,24 @@ class Layered:
 
     @cached_method
     def short_place(
-        self, axes: LogicalMesh, microbatches: int, zero: int | None, splits_sequence: bool
+        self, axes: LogicalMesh, microbatches: int, zero: int | None, splits_sequence: bool,
+        sharing: tuple[str, ...] = (),
     ) -> Place:  # fmt: skip
         part, request = self.short_part(microbatches), self.request
         if zero is not None:
             made = batch_types(part.graph).items()
             batch = {name: type_ for name, type_ in made if self.blocks.representative_tensor(name) == name}
-            rules = template_constraints(part.graph, axes, zero, splits_sequence, tuple(self.paths), batch)
+            rules = template_constraints(
+                part.graph, axes, zero, splits_sequence, tuple(self.paths), batch, sharing=sharing, kept=self.blocks
+            )
             request = replace(request, constraints=(*request.constraints, *rules))
         return Place(part, axes, request, self.profile, self._sends(axes))
 
     def place_of(self, setting: Setting) -> Place:
         """The intra-op problem of the short graph."""
-        return self.short_place(setting.axes, setting.microbatches, setting.zero, setting.splits_sequence)
+        return self.short_place(
+            setting.axes, setting.microbatches, setting.zero, setting.splits_sequence, setting.sharing
+        )
 
     def _sends(self, axes: LogicalMesh) -> Sends | None:
         """Every border of layers is one of stages, as often as there are fewer of these."""
@@ -168,17 +175,26 @@ class Layered:
         times = [int(kind(way).time_ns[of_layer == n].sum()) for n, way in enumerate(candidate.ways)]
         return self.part_of_step(candidate.schedule, candidate.num_submeshes, candidate.microbatches, times)
 
-    @cached_property
-    def parameter_bytes(self) -> npt.NDArray[np.int64]:
-        """Of each layer, those of the parameters that it is the first to read."""
+    @cached_method
+    def parameter_bytes(self, of_experts: bool) -> npt.NDArray[np.int64]:
+        """Of each layer, those of the parameters that it is the first to read: of its experts, or of all else."""
         graph, found = self.folded.graph, np.zeros(max(1, self.folded.layers.count), np.int64)
         for stored in graph.stored:
             readers = [node.name for node, _ in graph.consumers[stored.tensor]]
             layers = [self._short_members[name][0] for name in readers if name in self._short_members]
-            if layers and stored.requires_grad:
+            if layers and stored.requires_grad and (stored.name in self._experts) == of_experts:
                 found[min(layers)] += graph.tensors[stored.tensor].num_bytes
         of_layer: npt.NDArray[np.int64] = found[np.array(self.folded.layer_of or (0,))]
         return of_layer
+
+    @cached_property
+    def _experts(self) -> set[str]:
+        return expert_parameters(self.folded.graph)
+
+    @cached_property
+    def num_experts(self) -> int:
+        """Of the layer that has fewest; none where tokens are not routed."""
+        return min((int(node.args[7]) for node in self.graph.nodes if node.op == ROUTED_EXPERTS), default=0)
 
     @cached_property
     def counts(self) -> list[int]:

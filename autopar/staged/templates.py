@@ -1,10 +1,11 @@
 """Templates of several stages that people run: thousands by an estimate, of which the best few are looked at.
 
 dp × tp × pp devices, tp inside a node with sequences split between its operators, ZeRO-1 or 2, any number of chunks and
-of microbatches, operators computed again by price. What a layer takes of a microbatch depends on tp and on how many
-samples a rank has of it, hardly on how many stages there are, and among how many ranks the optimizer's state is:
+of microbatches, operators computed again by price; where tokens are routed, neighbours of dp share the experts, or the
+ranks of tp do (ep). What a layer takes of a microbatch depends on tp, ep and on how many samples a rank has of it,
+hardly on how many stages there are, and among how many ranks the optimizer's state is:
 
-    (tp, samples)                  → placements, and what each layer costs         a problem, a layer is played
+    (tp, ep, samples)              → placements, and what each layer costs         a problem, a layer is played
     × stages × chunks × schedules
     × recomputation × ZeRO         → step and peak by the formulas of `ways`       no problem, nothing is played
 
@@ -32,6 +33,7 @@ from autopar.tunables import (
     LIKELY_STAGES,
     MOST_SAMPLES,
     NEAR_ESTIMATE,
+    SHARED_SIZES,
     TEMPLATES_LOOKED_AT,
 )
 
@@ -53,6 +55,7 @@ class StageTemplates:
     def __init__(self, looks: Looks) -> None:
         self.looks, self.layered, self.mesh = looks, looks.layered, looks.layered.request.mesh
         self.best_ns, self._least_of_tp = looks.bound_ns, NEVER
+        self._is_slow = False  # whether what was estimated last is, with nothing computed again
 
     def look(self) -> None:
         """Looks at the best few that fit by estimate, each with what it is to compute again; notes what the best of
@@ -77,52 +80,84 @@ class StageTemplates:
         return is_open and self.mesh.num_devices >= FEW_DEVICES and not layered.shares_cores
 
     def _estimates(self) -> list[Estimated]:
-        """Those that fit. More samples a microbatch are looked at as long as they gain something."""
-        found = list[Estimated]()
+        """Those that fit."""
+        found, experts = list[Estimated](), self.layered.num_experts
         for tp in divisors(self.mesh.devices_per_node):
-            best_ns, self._least_of_tp = self.best_ns, NEVER
-            for samples in (count for count in divisors(self.layered.batch) if count <= MOST_SAMPLES):
-                here = [*self._of_microbatch(tp, samples)]
-                found += here
-                if min((one.step_ns for one in here), default=best_ns) >= best_ns:
-                    break
-                best_ns = min(one.step_ns for one in here)
+            self._least_of_tp = NEVER
+            if tp == 1 or not found:  # a third axis would send more
+                found += self._sharing_experts(tp)
+            if tp > 1 or not found:  # who shares experts has room for more
+                found += self._of_shape(tp, 1, ("tp",) if 1 < tp <= experts else ())
             if NEVER > self._least_of_tp > NEAR_ESTIMATE * self.best_ns:
                 break  # more ranks send more
         return found
 
-    def _of_microbatch(self, tp: int, samples: int) -> Iterator[Estimated]:
+    def _sharing_experts(self, tp: int) -> list[Estimated]:
+        """Those of a node share the experts; then those of more nodes, as long as that gains something, or makes some
+        fit."""
+        near, most = self.mesh.devices_per_node // tp, min(self.layered.num_experts, self.mesh.num_devices // tp)
+        within = max((size for size in divisors(near) if size <= most), default=1)
+        sizes = [within, *(near * nodes for nodes in divisors(self.mesh.nodes) if 1 < nodes <= most // near)]
+        found, best_ns = list[Estimated](), NEVER
+        for ep in [size for size in sizes if size > 1][:SHARED_SIZES]:
+            here = self._of_shape(tp, ep, ("ep",))
+            if best_ns < NEVER and min((one.step_ns for one in here), default=NEVER) >= best_ns:
+                break
+            found += here
+            best_ns = min((one.step_ns for one in here), default=NEVER)
+        return found
+
+    def _of_shape(self, tp: int, ep: int, sharing: tuple[str, ...]) -> list[Estimated]:
+        """More samples a microbatch are looked at as long as they gain something."""
+        found, best_ns = list[Estimated](), NEVER
+        for samples in (count for count in divisors(self.layered.batch) if count <= MOST_SAMPLES):
+            here = [*self._of_microbatch(tp, ep, sharing, samples)]
+            found += here
+            if not here and self._is_slow and samples == 1:
+                continue  # larger products may be fast enough
+            if min((one.step_ns for one in here), default=best_ns) >= best_ns:
+                break
+            best_ns = min(one.step_ns for one in here)
+        return found
+
+    def _of_microbatch(self, tp: int, ep: int, sharing: tuple[str, ...], samples: int) -> Iterator[Estimated]:
         """With so many samples a rank and microbatch, on any number of stages, in each way to store what stays."""
-        every = [*self._on_stages(tp, samples)]
+        every, self._is_slow = [replace(one, sharing=sharing) for one in self._on_stages(tp, ep, samples)], False
         for alike in ([one for one in every if one.zero == zero] for zero in (0, *_ZERO)):
-            if alike:
+            if alike and not (self._is_slow and alike[0].zero == _ZERO[-1]):  # no less is computed with less stored
                 yield from self._of_storage(alike)
 
     def _of_storage(self, alike: Sequence[Setting]) -> Iterator[Estimated]:
         """Of settings that differ in the number of stages alone: all by what layers cost in one of them."""
-        known = min(alike, key=lambda one: abs(np.log2(one.num_stages / LIKELY_STAGES)))
+        known, self._is_slow = min(alike, key=lambda one: abs(np.log2(one.num_stages / LIKELY_STAGES))), False
         with suppress(InfeasibleError):
             choice = self.layered.place_of(known).placements.trade_offs(1, *self.looks.solver).fastest()
             for recompute in self.layered.recomputations:
                 kind = self.layered.kind(StageStrategy(known, choice, recompute))
                 self._least_of_tp = min(self._least_of_tp, self._least_ns(kind, known))
                 if self._least_ns(kind, known) > NEAR_ESTIMATE * self.best_ns:
+                    self._is_slow = recompute == next(iter(self.layered.recomputations))
                     break
                 for setting in alike:
                     way = StageStrategy(setting, choice, recompute)
-                    yield from self._of_setting(way, stored_as(kind, known, setting, self.layered.parameter_bytes))
+                    yield from self._of_setting(way, stored_as(kind, known, setting, self._copied_bytes(setting)))
 
-    def _on_stages(self, tp: int, samples: int) -> Iterator[Setting]:
+    def _copied_bytes(self, setting: Setting) -> Int64Array:
+        """Of each layer, what a rank has of the parameters when they are gathered."""
+        tp, ep = _tensor_parallel(setting), _size(setting, "ep")
+        return self.layered.parameter_bytes(False) // tp + self.layered.parameter_bytes(True) // (tp * ep)
+
+    def _on_stages(self, tp: int, ep: int, samples: int) -> Iterator[Setting]:
         """The settings on all numbers of stages that devices, layers and the batch allow."""
         layers, devices, batch = self.layered.layers.count, self.mesh.num_devices, self.layered.batch
         for size in submesh_sizes(self.mesh, layers):
             dp, stages = size // tp, devices // size
-            if stages == 1 or size % tp or batch % (dp * samples):
+            if stages == 1 or size % tp or dp % ep or batch % (dp * samples):
                 continue
             microbatches = batch // (dp * samples)
             if divisible(self.layered.folded.graph, microbatches):
-                names = {name: count for name, count in (("dp", dp), ("tp", tp)) if count > 1}
-                axes = make_axes(tuple(names), tuple(names.values()))
+                sizes = {name: count for name, count in (("dp", dp // ep), ("ep", ep), ("tp", tp)) if count > 1}
+                axes = make_axes(tuple(sizes), tuple(sizes.values()))
                 for zero in _ZERO if dp > 1 else (0,):
                     yield Setting(axes, size, stages, microbatches, zero, splits_sequence=tp > 1)
 
@@ -140,15 +175,16 @@ class StageTemplates:
             yield Estimated(best.step_ns, best.peak_bytes, way.setting, way.recompute)
 
 
-def stored_as(kind: StageKind, known: Setting, setting: Setting, parameter_bytes: Int64Array) -> StageKind:
+def stored_as(kind: StageKind, known: Setting, setting: Setting, copied_bytes: Int64Array) -> StageKind:
     """What layers cost where there are other numbers of stages, so that what is sharded is among d ranks and not k.
 
-    Of a layer's w bytes ZeRO-1 keeps the gathered copy and a shard, and one of the optimizer's state s, in all
-    w + (w + s) / d; ZeRO-2 of gradients a shard, too, g / d, and buckets on their way with their sums, b · (1 + 1 / d).
+    Of what a rank needs of a layer's parameters, w bytes (`copied_bytes`), ZeRO-1 keeps the gathered copy and a shard,
+    and one of the optimizer's state s, in all w + (w + s) / d; ZeRO-2 of gradients a shard, too, g / d, and buckets on
+    their way with their sums, b · (1 + 1 / d).
     """
     before, after = (one.num_devices // _tensor_parallel(one) for one in (known, setting))
     stays = kind.resident_bytes - kind.gradient_bytes
-    whole = np.minimum(stays, parameter_bytes // _tensor_parallel(setting))
+    whole = np.minimum(stays, copied_bytes)
     gradients = kind.gradient_bytes * before // after if setting.zero == 2 else kind.gradient_bytes
     on_their_way = (1 + 1 / after) / (1 + 1 / before)
     return replace(
@@ -163,4 +199,9 @@ def stored_as(kind: StageKind, known: Setting, setting: Setting, parameter_bytes
 
 
 def _tensor_parallel(setting: Setting) -> int:
-    return next((axis.size for axis in setting.axes if axis.name == "tp"), 1)
+    return _size(setting, "tp")
+
+
+def _size(setting: Setting, name: str) -> int:
+    """Of the axis of that name."""
+    return next((axis.size for axis in setting.axes if axis.name == name), 1)

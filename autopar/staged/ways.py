@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ class Setting:
     """Equal submeshes of one logical shape, and the number of microbatches.
 
     zero: placements are found around a template's constraints with this ZeRO stage; None leaves them free.
-    splits_sequence: so that activations between blocks prefer to be split, which is what stages send.
+    splits_sequence: so that activations between blocks prefer to be split, which is what stages send. sharing: the
+    names of the axes whose ranks share the experts.
     """
 
     axes: LogicalMesh
@@ -34,6 +36,7 @@ class Setting:
     microbatches: int
     zero: int | None = None
     splits_sequence: bool = False
+    sharing: tuple[str, ...] = ()
 
     @property
     def template(self) -> str | None:
@@ -41,6 +44,9 @@ class Setting:
         if self.zero is None:
             return None
         said = {axis.name: axis.size for axis in self.axes} | {"pp": self.num_stages}
+        said |= {"dp": said.get("dp", 1) * said["ep"]} if "ep" in said else {}
+        shared = math.prod(axis.size for axis in self.axes if axis.name in self.sharing)
+        said |= {"ep": shared} if shared > 1 else {}
         said |= {"zero": self.zero} if self.zero else {}
         named = [f"{name}={value}" for name, value in said.items()]
         return ", ".join([*named, "sequence_parallel=True"] if self.splits_sequence else named)

@@ -5,6 +5,10 @@ routed_experts(x, …)  →  routed_experts(x, …, chunks=4)
 Or by the load that ranks see when they run, as a table says:
 
 routed_experts(x, …)  →  routed_experts(x, …, exchange="0:flat:1;4096:two-level:4")
+
+And where experts are sliced over ranks that have tokens of their own, what travels by the load:
+
+routed_experts(x, …)  →  routed_experts(x, …, slices="0:tensor;4096:data")
 """
 
 from __future__ import annotations
@@ -14,11 +18,14 @@ from dataclasses import replace
 
 from autopar.errors import PlanError
 from autopar.ir.exchange_table import MOST_CHUNKS, ExchangeTable
-from autopar.ir.graph import BY_LOAD, Graph, Node
+from autopar.ir.graph import BY_LOAD, SLICES, Graph, Node
+from autopar.ir.slice_table import SliceTable
 from autopar.ops.experts import ROUTED_EXPERTS
 
 RULE, LOAD_RULE = "exchange-in-chunks", "exchange-by-load"
 STATEMENT = "routed experts => the same, whose tokens are exchanged in chunks"
+SLICE_RULE = "slices-by-load"
+SLICE_STATEMENT = "routed experts => the same, of which rows or slices travel as their load asks for"
 LOAD_STATEMENT = "routed experts => the same, whose tokens are exchanged as their load asks for"
 
 
@@ -36,6 +43,11 @@ def in_chunks(graph: Graph, names: Sequence[str], chunks: int) -> Graph:
 def by_load(graph: Graph, names: Sequence[str], table: str) -> Graph:
     """The graph in which these exchange tokens as a table (its text) says. Raises PlanError where one cannot."""
     return _with(graph, names, BY_LOAD, ExchangeTable.parse(table).text)
+
+
+def by_slices(graph: Graph, names: Sequence[str], table: str) -> Graph:
+    """The graph in which rows or slices of these travel as a table (its text) says. Raises PlanError where none can."""
+    return _with(graph, names, SLICES, SliceTable.parse(table).text)
 
 
 def check_chunks(chunks: object) -> None:

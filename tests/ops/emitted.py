@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,16 +12,18 @@ from torch import Tensor
 
 from autopar import runtime as rt
 from autopar.emit.calls import CallWriter
+from autopar.ir.graph import SLICES, Node
 from autopar.ir.placement import local_shape
 from autopar.ir.statements import Operate
 from autopar.ops.call import Call
 from autopar.ops.communication import count_of_targets, inner_communication
-from autopar.ops.experts import table_of
+from autopar.ops.experts import ROUTED_EXPERTS, table_of
+from autopar.ops.sliced import slice_table_of
 from autopar.runtime.mesh import RankMesh
 from tests.ops import ranks
 from tests.ops.interpreter import Case, Layout, backward, gradient_type
 from tests.ops.shards import Shards, deal
-from tests.routed_bytes import exchanged_bytes
+from tests.routed_bytes import exchanged_bytes, slices_taken
 
 Sent = tuple[Counter[str], Counter[str]]
 """Bytes by collective, forward and backward."""
@@ -68,7 +71,7 @@ def _call(code: Any, operands: list[Tensor], mesh: RankMesh) -> list[Tensor]:
 
 def bytes_difference(case: Case, layout: Layout, sent: Sent) -> str | None:
     """Where the operator's declaration differs from what was sent; None where it does not."""
-    declared = inner_communication(case.graph, case.node, layout.operands, layout.axes)
+    declared = inner_communication(case.graph, _as_routed(case, layout), layout.operands, layout.axes)
     counts = count_of_targets(Call(case.graph, case.node), layout.operands)
     for what, found, told in zip(("forward", "backward"), sent, ([*declared[0], *counts], declared[1]), strict=True):
         expected: Counter[str] = Counter()
@@ -81,12 +84,22 @@ def bytes_difference(case: Case, layout: Layout, sent: Sent) -> str | None:
     return None
 
 
+def _as_routed(case: Case, layout: Layout) -> Node:
+    """The call, which declares what its first rank does with the load that it sees."""
+    if case.node.op != ROUTED_EXPERTS:
+        return case.node
+    _, ids, _, up, _ = layout.operands[:5]
+    own, slices = deal(case.operands[1], ids, layout.sizes), slice_table_of(case.node)
+    how = slices_taken(own, case.node.args[7], layout.axes, layout.operands[0], up, slices)
+    return replace(case.node, kwargs=tuple({**dict(case.node.kwargs), SLICES: f"0:{how}"}.items()))
+
+
 def _exchanged(case: Case, layout: Layout, what: str) -> int:
     """What the first rank sends of tokens for the choices that they made."""
     x, ids, _, up, down = layout.operands[:5]
     sizes = local_shape(case.operands[0].shape, x, layout.axes), local_shape(case.operands[4].shape, down, layout.axes)
     row_bytes = [size[-1] * case.operands[0].itemsize for size in sizes]
     own = deal(case.operands[1], ids, layout.sizes)
-    table = table_of(case.node)
-    found = exchanged_bytes(own, case.node.args[7], layout.axes, x, up, (row_bytes[0], row_bytes[1]), table)
+    table, slices = table_of(case.node), slice_table_of(case.node)
+    found = exchanged_bytes(own, case.node.args[7], layout.axes, x, up, (row_bytes[0], row_bytes[1]), table, slices)
     return found.forward if what == "forward" else found.backward

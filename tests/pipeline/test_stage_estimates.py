@@ -65,7 +65,7 @@ def test_what_layers_keep_on_other_numbers_of_stages(zero: int, known: int, stag
         return layered.kind(StageStrategy(setting, fastest, "none"))
 
     own, setting = layers(template(known)), template(stages)
-    said = stored_as(own, template(known), setting, layered.parameter_bytes)
+    said = stored_as(own, template(known), setting, layered.parameter_bytes(False))
     for column in ("resident_bytes", "gradient_bytes", "travelling_bytes"):
         found, expected = getattr(said, column), getattr(layers(setting), column)
         np.testing.assert_allclose(found, expected, rtol=0.02, atol=4096, err_msg=column)

@@ -222,6 +222,7 @@ LOWERING = [
 
 HALO, WINDOWS = "autopar/runtime/lowering/halo.py", "autopar/runtime/lowering/windows.py"
 EXPERTS, EXCHANGE = "autopar/runtime/lowering/experts.py", "autopar/runtime/lowering/exchange.py"
+GROUPED, SLICED = "autopar/runtime/lowering/grouped.py", "autopar/runtime/lowering/sliced.py"
 ACTIVATIONS = "autopar/runtime/lowering/activations.py"
 
 
@@ -250,13 +251,18 @@ INSIDE = [
           "return spread.view(tokens, choices, -1)[:, -1], None, None", _samples("routed_experts")),
     Fault("choices of experts that others compute are computed", EXPERTS,
           "if all(split.leg >= 0 or index == split.own for", "if all(split.size > 0 for", _samples("routed_experts")),
-    Fault("experts add each other's biases", EXPERTS, "bias.unbind(0), strict", "bias.flip(0).unbind(0), strict",
+    Fault("experts add each other's biases", GROUPED, "bias.unbind(0), strict", "bias.flip(0).unbind(0), strict",
           _samples("routed_experts")),
     Fault("gradients of rows go on the way that rows went", EXCHANGE, "start(grad, not ctx.flight.is_back)",
           "start(grad, ctx.flight.is_back)", _samples("routed_experts")),
     Fault("rows are sent on to the second axis as they came along the first", EXCHANGE,
           "sent = rows if is_back else reordered(rows, leg.order)", "sent = rows",
           ("tests:tests/ops/test_exchanges.py",)),
+    Fault("every slice of an expert adds its bias", SLICED, "LocalExperts(held._replace(down_bias=None)",
+          "LocalExperts(held", ("tests:tests/ops/test_sliced.py",)),
+    Fault("rows go home in the order of the experts", SLICED,
+          "exchange.begin(exchange.reordered(made, order, is_back=True), leg, is_back=True)",
+          "exchange.begin(made, leg, is_back=True)", ("tests:tests/ops/test_sliced.py",)),
     Fault("a gate's even columns are its odd ones", ACTIVATIONS, '{"a": hidden[:, ::2], "b": hidden[:, 1::2]}',
           '{"b": hidden[:, ::2], "a": hidden[:, 1::2]}', ("tests:tests/trace/test_routing.py -k every",)),
     Fault("every rank adds the bias of what experts make", "autopar/ops/experts.py",

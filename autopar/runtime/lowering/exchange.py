@@ -80,9 +80,9 @@ def _way(told: list[int], widths: list[int], before: list[Tensor], axes: Sequenc
     legs = []
     for level, axis in enumerate(axes):
         sent, received = of_legs[2 * level : 2 * level + 2]
-        legs.append(RowLeg(axis, _order(before[level], level, sum(sent)) if level else None, sent, received))
+        legs.append(RowLeg(axis, order_by(before[level], level, sum(sent)) if level else None, sent, received))
     last = before[-1]
-    return RowWay(tuple(legs), _order(last, last.dim() - 1, sum(experts)) if axes else None, experts)
+    return RowWay(tuple(legs), order_by(last, last.dim() - 1, sum(experts)) if axes else None, experts)
 
 
 def _along(counts: Tensor, dim: int) -> Tensor:
@@ -98,7 +98,7 @@ def _sent_alike(counts: Tensor, axis: Axis) -> Tensor:
     return output.movedim(0, 1)
 
 
-def _order(counts: Tensor, dim: int, total: int) -> RowOrder:
+def order_by(counts: Tensor, dim: int, total: int) -> RowOrder:
     """Of rows in blocks of these counts, so that the blocks' dim `dim` becomes the first."""
     sizes = counts.movedim(dim, 0).flatten()
     begins = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape).movedim(dim, 0).flatten()

@@ -3,46 +3,31 @@
 Where ranks share the experts, each rank either has the tokens of all of them, and computes what its own experts make of
 these; or it has its own tokens, and exchanges them: every choice of a token goes where its expert is, and what that
 makes of it comes home. Tokens may be cut into chunks, of which one is under way while another is computed; into how
-many, and along which axes they travel, may depend on the load that all ranks see.
+many, and along which axes they travel, may depend on the load that all ranks see. Each rank of a further axis may have
+its own tokens and a slice of each expert (`sliced`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.runtime.lowering import exchange
-from autopar.runtime.lowering.activations import activated
 from autopar.runtime.lowering.exchange import LoadTable, RowWay, SeenLoad
+from autopar.runtime.lowering.grouped import ExpertParameters, LocalExperts
+from autopar.runtime.lowering.sliced import SlicedExperts, SlicesByLoad
 from autopar.runtime.mesh import Axis
 
-__all__ = ["LoadTable", "grouped_mm", "routed_experts"]
+__all__ = ["LoadTable", "SlicesByLoad", "routed_experts"]
 
-
-class _LocalExperts(NamedTuple):
-    """Those of this rank: up (experts, width, hidden), down (experts, hidden, width), biases of both, activation."""
-
-    up: Tensor
-    down: Tensor
-    up_bias: Tensor | None
-    down_bias: Tensor | None
-    activation: str
-    gated: bool
-    paired: bool
-
-    def __call__(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """What they make of consecutive rows, so many of each."""
-        hidden = grouped_product(rows, self.up, counts, self.up_bias)
-        hidden = activated(hidden, self.activation, self.gated, self.paired)
-        return grouped_product(hidden, self.down, counts, self.down_bias)
+_Experts = Callable[[Tensor, int], Tensor]
+"""What experts make of consecutive rows of the chunk of that number."""
 
 
 def routed_experts(
@@ -61,6 +46,7 @@ def routed_experts(
     exchanged: Sequence[Axis] = (),
     chunks: int = 1,
     by_load: LoadTable | None = None,
+    slices: SlicesByLoad | None = None,
 ) -> Tensor:
     """Sums, over the experts that are chosen for each token, of their weighted results.
 
@@ -69,13 +55,15 @@ def routed_experts(
     `axes` split the experts. Over those of them that are `exchanged`, tokens are split, too, and every rank must call
     it, even one without tokens; over the others, the result is P, and only choices of this rank's experts are computed.
     A number from `num_experts` up is no expert, and adds nothing; one below 0 ends in an error. by_load: how they are
-    exchanged, instead of along each axis in `chunks` chunks.
+    exchanged, instead of along each axis in `chunks` chunks. slices: of which axis each rank has other tokens, and
+    slices of the hidden values; every rank of that must call it, too.
     """
-    up = up.flatten(2)
-    experts = _LocalExperts(
-        up, down, up_bias if up_bias is None else up_bias.flatten(1), down_bias, activation, gated, paired
-    )
+    held = ExpertParameters(up, down, up_bias, down_bias, activation, gated, paired)
     order, ways = _exchanges(ids, num_experts, axes, exchanged, chunks, by_load)
+    counts = [way.counts[: up.size(0)] for way in ways]
+    experts: _Experts = LocalExperts(held, counts)
+    if slices is not None:
+        experts = SlicedExperts(held, counts, slices)
     kept = [sum(way.legs[0].sent if way.legs else way.counts) for way in ways]
     order = order[: sum(kept)]
     sent: Tensor = _ChosenRows.apply(x, order, ids.size(1))  # type: ignore[no-untyped-call]
@@ -85,18 +73,18 @@ def routed_experts(
     return spread.view(*ids.shape, -1).sum(1)
 
 
-def _computed(rows: list[Tensor], ways: list[RowWay], experts: _LocalExperts) -> list[Tensor]:
+def _computed(rows: list[Tensor], ways: list[RowWay], experts: _Experts) -> list[Tensor]:
     """What the experts make of the rows of each chunk, wherever they are."""
     levels = len(ways[0].legs)
     if not levels:
-        return [experts(part, way.counts[: experts.up.size(0)]) for part, way in zip(rows, ways, strict=True)]
+        return [experts(part, chunk) for chunk, part in enumerate(rows)]
     for level in range(levels - 1):
         begun = [exchange.begin(part, way.legs[level]) for part, way in zip(rows, ways, strict=True)]
         rows = [exchange.end(one) for one in begun]
     begun = [exchange.begin(part, way.legs[-1]) for part, way in zip(rows, ways, strict=True)]
     for chunk, way in enumerate(ways):
         arrived = exchange.reordered(exchange.end(begun[chunk]), way.order)
-        made = experts(arrived, way.counts[: experts.up.size(0)])
+        made = experts(arrived, chunk)
         begun[chunk] = exchange.begin(exchange.reordered(made, way.order, is_back=True), way.legs[-1], is_back=True)
     rows = [exchange.end(one) for one in begun]
     for level in reversed(range(levels - 1)):
@@ -207,56 +195,3 @@ def _experts_at(num_experts: int, pairs: Sequence[tuple[_ExpertAxis, int]]) -> t
         chunk = -(-(end - begin) // split.size)
         begin, end = min(begin + index * chunk, end), min(begin + (index + 1) * chunk, end)
     return begin, end
-
-
-# Grouped products ----------------------------------------
-
-
-def grouped_product(rows: Tensor, matrices: Tensor, counts: Sequence[int], bias: Tensor | None = None) -> Tensor:
-    """The product of each group of consecutive rows with the matrix of its group, and its bias added."""
-    if _has_kernel(rows, matrices):
-        ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32).to(rows.device, non_blocking=True)
-        made: Tensor = _WithWholeGradient.apply(torch._grouped_mm(rows, matrices, offs=ends))  # type: ignore[no-untyped-call]
-        return made if bias is None else made + bias.repeat_interleave(_tensor(counts, rows), 0, output_size=len(made))
-    if not counts:  # of no experts: no rows, which still lead the backward pass to the exchange
-        return rows @ matrices.sum(0)
-    parts = [part @ matrix for part, matrix in zip(torch.split(rows, list(counts)), matrices.unbind(0), strict=True)]
-    if bias is not None:
-        parts = [part + own for part, own in zip(parts, bias.unbind(0), strict=True)]
-    return torch.cat(parts)
-
-
-class _WithWholeGradient(torch.autograd.Function):
-    """The same, whose gradient lies row by row in memory: the kernel's own gradients assert so on the device, where an
-    expanded one (of a sum, say) ends the process."""
-
-    @staticmethod
-    def forward(ctx: Any, result: Tensor) -> Tensor:
-        """A view."""
-        return result.view_as(result)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """A copy where it does not."""
-        return grad.contiguous()
-
-
-def _tensor(counts: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(counts).to(like.device, non_blocking=True)
-
-
-def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
-    """Whether torch has one kernel for all groups: bfloat16 on GPUs since Ampere, in rows of 16 bytes."""
-    if rows.device.type != "cuda" or rows.dtype != torch.bfloat16 or matrices.dtype != torch.bfloat16:
-        return False
-    is_whole = rows.numel() > 0 and matrices.size(1) % 8 == 0 and matrices.size(2) % 8 == 0
-    return is_whole and torch.cuda.get_device_capability(rows.device) >= (8, 0)
-
-
-def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """As `grouped_product`, by where each group ends; rows beyond the last group become zeros."""
-    bounds = [0, *ends.tolist()]
-    counts = [end - begin for begin, end in pairwise(bounds)]
-    rest = rows.size(0) - bounds[-1]
-    result = grouped_product(rows[: bounds[-1]], matrices, counts)
-    return F.pad(result, (0, 0, 0, rest)) if rest else result
