@@ -3,8 +3,9 @@
 A test says so itself: `@pytest.mark.sampled` keeps, of all combinations of its parameters, few in which each value of
 each parameter appears; `sampled(times=2)` as few in which each appears twice, beside different values of the others;
 `sampled(together=2)` those in which each value meets each value of every other parameter; `always=("gpt-tp",)` keeps
-those of these names before it chooses others. `@pytest.mark.whole`, on a test or on one of its cases, is for what
-others in the suite show too: it runs with `--whole` alone, or when it is asked for by name.
+those of these names before it chooses others. `sampled(only=("gpt-tp",))` keeps those of these names and no others,
+whose mechanisms they, or other tests, have between them. `@pytest.mark.whole`, on a test or on one of its cases, is
+for what others in the suite show too: it runs with `--whole` alone, or when it is asked for by name.
 """
 
 from __future__ import annotations
@@ -53,10 +54,20 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     return alone.union(*map(_rest, tests.values()))
 
 
+def others(items: Sequence[pytest.Item], names: Collection[str]) -> list[pytest.Item]:
+    """Items of a test whose cases have other names. Raises ValueError where no case has one of the names."""
+    ids = [item.callspec.id for item in items]  # type: ignore[attr-defined]
+    if unknown := sorted({*names} - {*ids}):
+        raise ValueError(f"expected cases of {items[0].nodeid.partition('[')[0]} as `only`, found {unknown}")
+    return [item for item, name in zip(items, ids, strict=True) if name not in names]
+
+
 def _rest(items: list[pytest.Item]) -> list[pytest.Item]:
     marker = items[0].get_closest_marker("sampled")
     rows = [{name: repr(value) for name, value in item.callspec.params.items()} for item in items]  # type: ignore[attr-defined]
     choices = dict(marker.kwargs) if marker else {}
+    if "only" in choices:
+        return others(items, choices["only"])
     named = choices.pop("always", ())
     always = {number for number, item in enumerate(items) if item.callspec.id in named}  # type: ignore[attr-defined]
     kept = set(sample(rows, **choices, always=always))

@@ -173,6 +173,7 @@ def test_emit_takes_other_shapes_of_batches(
 
 
 @pytest.mark.ranks
+@pytest.mark.whole  # `run` starts ranks in the test of inference below, and training loops run in tests/pages
 def test_run_trains_with_torchrun(plan_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", MODEL, str(plan_file), "-o", str(tmp_path)]) == 0
     printed = capfd.readouterr().out

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.sampling import Row, sample
+from tests.sampling import Row, others, sample
 
 
 def rows(*sizes: int) -> list[Row]:
@@ -41,6 +43,15 @@ def test_what_is_no_product_stays_whole() -> None:
 def test_what_is_named_is_kept_and_counts() -> None:
     found = sample(rows(6, 6), always=(1, 2))
     assert {1, 2} <= set(found) and len(found) == 7
+
+
+def test_cases_of_other_names_are_left_out_and_names_that_no_case_has_are_a_fault() -> None:
+    items: list[Any] = [
+        SimpleNamespace(nodeid=f"a.py::test[{name}]", callspec=SimpleNamespace(id=name)) for name in ("dp", "tp", "pp")
+    ]
+    assert others(items, ("tp",)) == [items[0], items[2]]
+    with pytest.raises(ValueError, match=r"cases of a\.py::test as `only`, found \['ep'\]"):
+        others(items, ("tp", "ep"))
 
 
 def test_samples_are_the_same_each_time() -> None:

@@ -61,6 +61,7 @@ def test_the_pairs_are_those_that_were_asked_for() -> None:
     assert {pair.model.partition("-")[0] for pair in PAIRS} == {"gpt", "llama", "moe", "wide_resnet", "bert"}
 
 
+@pytest.mark.sampled(only=("zero3-full", "tp-block"))
 @pytest.mark.ranks
 @pytest.mark.parametrize("plan", ["zero3", "tp", "zero3-full", "tp-block"])
 def test_predicted_peak_and_bytes_on_two_ranks(plan: str) -> None:
@@ -78,6 +79,7 @@ def test_stages_under_the_smallest_limit_take_no_more() -> None:
     assert row.error > -0.001
 
 
+@pytest.mark.sampled(only=("gpt/sp/full", "gpt/dp zero3 x2/named", "llama/tp/selective"))
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "kind",

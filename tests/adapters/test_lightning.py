@@ -32,6 +32,7 @@ def equal(found: Any, expected: Any) -> None:
         torch.testing.assert_close(weights[name], weight, rtol=2e-4, atol=2e-5, msg=name)
 
 
+@pytest.mark.sampled(only=("4-{'dp': 2, 'tp': 2}",))
 @pytest.mark.parametrize(("world", "plan"), [(2, {"dp": 2, "zero": 3}), (4, {"dp": 2, "tp": 2})], ids=str)
 def test_a_run_is_that_of_one_process(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, alone: Any, world: int, plan: dict[str, int]

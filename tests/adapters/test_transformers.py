@@ -48,6 +48,7 @@ def equal(found: Any, expected: Any, since: int = 0) -> None:
         torch.testing.assert_close(weights[name], weight, rtol=2e-4, atol=2e-5, msg=name)
 
 
+@pytest.mark.sampled(only=("stages", "both"))
 @pytest.mark.parametrize("name", [pytest.param("tp", marks=pytest.mark.whole), "zero3", "stages", "both"])
 def test_a_run_is_that_of_one_process(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, alone: Any, name: str

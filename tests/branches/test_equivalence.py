@@ -25,6 +25,14 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(
+    only=(
+        "towers, sharded parameters",
+        "towers on two of four",
+        "layers on one rank, the first operator without gradient",
+        "modules on four ranks",
+    )
+)
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_model(name: str) -> None:

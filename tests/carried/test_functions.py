@@ -49,6 +49,7 @@ def test_program_equals_the_model(part: str, how: str) -> None:
     assert differences(Net(PARTS[part]), batch(), **HOWS[how]) == []
 
 
+@pytest.mark.sampled(only=("{'devices': 2}", "{'dp': 2, 'recompute': 'full'}", "{'dp': 2, 'tp': 2}"))
 @pytest.mark.parametrize("how", [*HOWS.values(), {"dp": 2, "recompute": "full"}, {"dp": 2, "tp": 2}], ids=str)
 def test_equal_blocks_share_what_they_do_and_equal_the_model(how: dict[str, Any]) -> None:
     model = Stack()
@@ -124,6 +125,7 @@ def pointwise() -> Iterator[None]:
         del lookup._USER[function_name(function)]
 
 
+@pytest.mark.sampled(only=("{'tp': 2}", "{'dp': 2, 'zero': 3}", "{'dp': 2, 'microbatches': 2}"))
 @pytest.mark.parametrize("how", [*HOWS.values(), {"dp": 2, "microbatches": 2}], ids=str)
 def test_function_with_a_registered_rule_is_split_and_equals_the_model(pointwise: None, how: dict[str, Any]) -> None:
     """Clipped gradients, too: slices of the batch and microbatches are given those of the whole batch's loss."""

@@ -173,8 +173,8 @@ def test_shards_are_what_one_device_has(write: Write, plan: str) -> None:
     assert differences(*kept(Model, batch, write), plan) == []
 
 
+@pytest.mark.sampled
 @pytest.mark.sweep
-@pytest.mark.sampled(times=2)
 @pytest.mark.parametrize("plan", sorted(PLANS))
 @pytest.mark.parametrize("write", OF_THE_STATE, ids=_named)
 def test_updates_made_of_what_is_stored_run_in_every_plan(write: Write, plan: str) -> None:
@@ -303,6 +303,7 @@ def _planned(model: nn.Module, precision: str | None, mode: str = "train") -> Pl
     return autopar.parallelize(model, mesh, batch(), plan=plan)
 
 
+@pytest.mark.sampled(only=("row", "drifting"))
 @pytest.mark.parametrize("write", [_clamped, _row, _drifting, _decayed_and_bounded], ids=_named)
 def test_master_weights_are_updated_and_keep_their_bits(write: Write) -> None:
     """Made in bfloat16, each step would round them: what an optimizer adds would be lost."""

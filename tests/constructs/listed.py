@@ -22,7 +22,7 @@ PLANS = {
     "routing": ("exchange", "exchange in chunks", "exchange of microbatches", *WHOLE),
 }
 LISTED = {"position": positions.CASES, "family": families.CASES, "routing": routings.CASES}
-EVERY = {"position": 11, "family": 20, "routing": 11}
+EVERY = {"position": 22, "family": 40, "routing": 22}
 """How many models stand for each that is run with the suite."""
 Listed = tuple[Written, str]
 """A model, and the plan that it is run in."""

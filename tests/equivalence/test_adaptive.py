@@ -7,6 +7,7 @@ import pytest
 from tests.equivalence import adaptive
 
 
+@pytest.mark.sampled(only=("recomputed", "pp"))
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["ep", "recomputed", "pp"])
 def test_ways_change_within_a_step_and_the_model_stays(name: str) -> None:

@@ -57,6 +57,7 @@ def check_buffers(model: nn.Module, batch: Tensors, found: Tensors) -> None:
         torch.testing.assert_close(found[name], model.state_dict()[name])
 
 
+@pytest.mark.sampled(only=("sizes2-14-S(2) S(3)", "sizes3-18-S(0) S(2)"))
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("sizes", "size", "placement"),
@@ -70,6 +71,7 @@ def test_images_split_by_rows(sizes: tuple[int, ...], size: int, placement: str)
     assert re.search(r"rt.max_pool\(.*; \w+ [\d,]+ B; backward \w+ [\d,]+ B", program.source)
 
 
+@pytest.mark.sampled(only=("resnet",))
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("module", "sizes", "placement"), [(wide_resnet, (2, 2), "S(0) S(2)"), (unet, (2,), "S(2)")], ids=["resnet", "unet"]
@@ -84,6 +86,7 @@ def test_example_models_split_by_rows(module: Any, sizes: tuple[int, ...], place
 EXPERTS = [f"model.layers.{layer}.mlp.experts.{name}" for layer in range(2) for name in ("gate_up_proj", "down_proj")]
 
 
+@pytest.mark.sampled(only=("tokens_and_experts", "experts"))
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("sizes", "tokens", "experts", "call"),

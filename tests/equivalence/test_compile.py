@@ -75,6 +75,13 @@ def check(eager: Steps, compiled: Steps) -> None:
             assert (found[name] - tensor).float().norm() <= 1e-4 * max(tensor.float().norm(), 1e-3 * total), name
 
 
+@pytest.mark.sampled(
+    only=(
+        "gpt-True-{'dp': 2, 'zero': 3, 'microbatches': 2}",
+        "gpt-False-{'tp': 2, 'sequence_parallel': True}",
+        "twice-True-{'dp': 2}",
+    )
+)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "in_place", "choices"),

@@ -208,7 +208,14 @@ class Grouped(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(2)).square().mean()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(
+    only=(
+        "8-1-{'tp': 4}-['S(1)', 'R', 'R']",
+        "6-2-{'tp': 4}-None",
+        "8-2-{'x': 2, 'y': 2}-['S(1) S(1)', 'S(1) R', 'S(1) R']",
+        "8-4-{'tp': 4}-['S(1)', 'S(1)', 'S(1)']",
+    )
+)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "axes", "expected"),
     [

@@ -97,7 +97,7 @@ SUMS: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(times=2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("loss", SUMS)
 @both(*MICROBATCHED, "dp", "stages")
 def test_losses_that_are_sums_over_samples(loss: str, how: str) -> None:

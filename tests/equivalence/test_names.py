@@ -37,26 +37,27 @@ LIFTED = ("lifted_tensor_0", "lifted_tensor_1", "x", "y", "module", "model")
 
 
 class Named(nn.Module):
-    """Whose parameter, buffer or module has the name; two uses of a parameter, a buffer that forward updates."""
+    """Whose parameters, buffers or modules have the names; two uses of a parameter, buffers that forward updates."""
 
-    def __init__(self, name: str, kind: str) -> None:
+    def __init__(self, *named: tuple[str, str]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.own = nn.Linear(8, 8), nn.Linear(8, 8), (name, kind)
-        if kind == "parameter":
-            self.register_parameter(name, nn.Parameter(torch.rand(8) + 0.5))
-        elif kind == "buffer":
-            self.register_buffer(name, torch.rand(8) + 0.5)
-        else:
-            self._modules[name] = nn.Linear(8, 8)  # add_module minds attributes of nn.Module
+        self.first, self.second, self.own = nn.Linear(8, 8), nn.Linear(8, 8), named
+        for name, kind in named:
+            if kind == "parameter":
+                self.register_parameter(name, nn.Parameter(torch.rand(8) + 0.5))
+            elif kind == "buffer":
+                self.register_buffer(name, torch.rand(8) + 0.5)
+            else:
+                self._modules[name] = nn.Linear(8, 8)  # add_module minds attributes of nn.Module
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        name, kind = self.own
         h = torch.tanh(self.first(x * torch.tensor([1.0, 2.0] * 4)))
-        h = self._modules[name](h) if kind == "module" else h * getattr(self, name).clone()
-        if kind == "buffer":
-            with torch.no_grad():
-                getattr(self, name).add_(0.25)
+        for name, kind in self.own:
+            h = self._modules[name](h) if kind == "module" else h * getattr(self, name).clone()
+            if kind == "buffer":
+                with torch.no_grad():
+                    getattr(self, name).add_(0.25)
         return F.cross_entropy((self.second(h) * h).mean(1, keepdim=True) + h, y)
 
 
@@ -65,23 +66,25 @@ def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(8, 8, generator=generator), "y": torch.randint(8, (8,), generator=generator)}
 
 
+TOGETHER = 5  # names of one model: where one of them fails, the error says which
+
+
 def _cases() -> list[Any]:
-    """Each name as a parameter, buffer or module in turn, in one of two plans in turn; of the runtime's all three, of
-    which the suite runs one in turn."""
+    """Each name as a parameter, buffer or module in turn, of the runtime's as all three; a few in a model, the models
+    in one of two plans in turn."""
     kinds, plans = ("parameter", "buffer", "module"), ({"dp": 2, "zero": 3}, {"tp": 2})
     names = [*OPERATORS, *SOURCE, *LIFTED, *GRAPHS]
-    cases = [(name, kinds[number % 3], plans[number // 3 % 2]) for number, name in enumerate(names)]
-    cases = [case for case in cases if case[:2] != ("lifted_tensor_0", "module")]  # refused, below
-    runtime = [(name, kind) for name in RUNTIME for kind in kinds]
-    cases += [(name, kind, plans[number % 2]) for number, (name, kind) in enumerate(runtime)]
-    return [pytest.param(*case, id=f"{case[1]} {case[0]}") for case in cases]
+    named = [(name, kinds[number % 3]) for number, name in enumerate(names)]
+    named.remove(("lifted_tensor_0", "module"))  # refused, below
+    named += [(name, kinds[(number + turn) % 3]) for turn in range(3) for number, name in enumerate(RUNTIME)]
+    models = [tuple(named[first : first + TOGETHER]) for first in range(0, len(named), TOGETHER)]
+    return [pytest.param(own, plans[number % 2], id=", ".join(map(" ".join, own))) for number, own in enumerate(models)]
 
 
 @pytest.mark.ranks
-@pytest.mark.sampled
-@pytest.mark.parametrize(("name", "kind", "plan"), _cases())
-def test_any_name_trains_as_on_one_device(name: str, kind: str, plan: dict[str, int]) -> None:
-    model = Named(name, kind)
+@pytest.mark.parametrize(("named", "plan"), _cases())
+def test_any_names_train_as_on_one_device(named: tuple[tuple[str, str], ...], plan: dict[str, int]) -> None:
+    model = Named(*named)
     assert_trains_alike(model, batch(), template(model, batch(), **plan))
 
 
@@ -127,7 +130,7 @@ def test_further_uses_of_a_parameter_are_attributes_too() -> None:
 
 @pytest.mark.parametrize("name", ["class", "lambda", "None", "ﬁ", 'a"b', "a\\b", "a\nb"])
 def test_names_that_cannot_stand_in_source_are_refused(name: str) -> None:
-    model = Named(name, "parameter")
+    model = Named((name, "parameter"))
     with pytest.raises(TraceError, match="expected names of parameters, buffers and modules") as error:
         trace(model, batch())
     assert repr(name) in str(error.value)
@@ -135,13 +138,13 @@ def test_names_that_cannot_stand_in_source_are_refused(name: str) -> None:
 
 def test_a_module_called_as_a_constant_of_torch_export_is_refused() -> None:
     with pytest.raises(TraceError, match="found 'lifted_tensor_0'; rename it"):
-        trace(Named("lifted_tensor_0", "module"), batch())
+        trace(Named(("lifted_tensor_0", "module")), batch())
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["microbatch", "update", "mean", "query"])
 def test_names_in_stages(name: str) -> None:
-    model = Named(name, "module")
+    model = Named((name, "module"))
     mesh = autopar.Mesh("cpu", devices_per_node=2)
     program = autopar.parallelize(model, mesh, batch(), constraints=[autopar.Constraint(stages=2)], search="fast")
     assert len(program.plan.stages) == 2

@@ -60,8 +60,8 @@ def largest_difference(found: Tensors, expected: Tensors, floor: float) -> dict[
     }
 
 
+@pytest.mark.sampled(only=("gpt-dp_tp_microbatches", "hf_llama-cp", "hf_llama-zero2_microbatches", "hf_gpt2-zero3"))
 @pytest.mark.ranks
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("model_name", "plan_name"),
     [

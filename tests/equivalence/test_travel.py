@@ -60,6 +60,7 @@ def check(name: str, losses: list[float], weights: Tensors) -> None:
         assert (value - tensors[key]).norm() <= 1e-3 * scale, key
 
 
+@pytest.mark.sampled(only=("hf_gpt2-zero3_tp", "hf_gpt2-pp_dp"))
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(("model_name", "saved"), [("hf_gpt2", "zero3_tp"), ("hf_gpt2", "pp_dp"), ("moe", "searched")])

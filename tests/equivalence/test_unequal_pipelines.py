@@ -79,6 +79,7 @@ def planned(model_name: str, plan_name: str) -> Plan:
     return cut(whole, plans, members, firsts, schedule, mesh, profiles_of(mesh))
 
 
+@pytest.mark.sampled(only=("gpt-3+1 gpipe", "gpt-1+2+1", "moe-2+2 tp dp"))
 @pytest.mark.ranks
 @pytest.mark.parametrize(("model_name", "plan_name"), CASES)
 def test_unequal_stages_equal_the_model(model_name: str, plan_name: str) -> None:

@@ -1,7 +1,7 @@
 """One step of every model of the zoo in every kind of plan equals the model: loss, gradients, buffers, bytes.
 
 The models of test_plans.py are proved there in these plans and more; here they have the plan that is searched for
-devices slow enough for the search to split them. Each model in two of the plans in turn;
+devices slow enough for the search to split them. Each model in one of the plans in turn;
 `pytest --whole tests/equivalence/test_zoo.py` runs all.
 """
 
@@ -21,7 +21,7 @@ from tests.routed_bytes import bytes_of
 
 CASES = [
     *((model, plan) for model in zoo.STEP_NAMES for plan in planned.STEP_PLANS),
-    *((model, "searched") for model in zoo.NAMES),
+    *(pytest.param(model, "searched", marks=pytest.mark.whole) for model in zoo.NAMES),  # test_plans.py has its share
     ("dlrm", "dp_microbatches"),  # bags, whose rules ask for the numbers at which those of the step begin
 ]
 
@@ -31,8 +31,8 @@ def single(model_name: str) -> Step:
     return step_alone(*zoo.build(model_name))
 
 
+@pytest.mark.sampled(always=("hf_mixtral-searched", "dit-searched"))
 @pytest.mark.ranks
-@pytest.mark.sampled(times=2, always=("hf_mixtral-searched", "dit-searched", "unet-searched"))
 @pytest.mark.parametrize(("model_name", "plan_name"), CASES)
 def test_step_equals_model(model_name: str, plan_name: str) -> None:
     model, batch = zoo.build(model_name)

@@ -24,6 +24,7 @@ CASES: dict[str, tuple[ModuleType, Any, dict[str, int]]] = {
 }
 
 
+@pytest.mark.sampled(only=("nas_rnn", "llama_lora_weight", "resnext"))
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_of_two_ranks_computes_what_the_model_computes(name: str) -> None:

@@ -34,6 +34,7 @@ def test_no_strategy_names_tensor_and_mesh() -> None:
         )  # fmt: skip
 
 
+@pytest.mark.sampled(only=("1", "2"))
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_memory_limit_that_cannot_be_met_names_the_smallest_that_can(world: int) -> None:
     model, batch = model_and_batch()

@@ -86,6 +86,7 @@ def test_the_search_may_choose_it() -> None:
     assert "in shards over d1=2, copies over d0=2" in str(found)
 
 
+@pytest.mark.sampled(only=("{'zero': 1}", "{'zero': 3, 'microbatches': 2}"))
 @pytest.mark.ranks
 @pytest.mark.parametrize("choices", CHOICES, ids=str)
 def test_ranks_compute_what_the_model_computes_in_no_more_memory(choices: dict[str, int]) -> None:

@@ -51,7 +51,7 @@ def request(mesh: autopar.Mesh, **pins: Any) -> Request:
     ("layers", "mesh", "pins"),
     [
         (6, autopar.Mesh("cpu", devices_per_node=2), {"stages": 2, "microbatches": 4}),
-        (6, autopar.Mesh("a100", nodes=2, devices_per_node=2), {"stages": 2}),
+        pytest.param(6, autopar.Mesh("a100", nodes=2, devices_per_node=2), {"stages": 2}, marks=pytest.mark.whole),
         (6, autopar.Mesh(PROFILES["h100"], devices_per_node=2), {"stages": 1}),
     ],
     ids=str,

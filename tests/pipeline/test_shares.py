@@ -204,6 +204,7 @@ def test_the_better_of_shares_and_stages_is_found() -> None:
     assert 0 < best.search.lower_bound_ns <= best.predicted.step_time_ns
 
 
+@pytest.mark.sampled(only=("2",))
 @pytest.mark.parametrize("stages", [1, 2])
 def test_pinned_stages_say_which_is_looked_for(stages: int) -> None:
     request = replace(REQUEST, constraints=(autopar.Constraint(stages=stages),))

@@ -150,9 +150,14 @@ def test_emitted_source_has_a_class_for_each_stage_and_shares_those_of_equal_blo
     assert re.search(r"rt\.Received\('\w+', \(\d+, \d+, \d+\), torch\.float32, '.*', source=0, position=0", source)
 
 
-def emitted(num_layers: int, **choices: Any) -> str:
+@cache
+def deep_graph(num_layers: int) -> Graph:
     config = gpt.Config(num_layers=num_layers, hidden_size=32, num_heads=2, seq_len=16, vocab_size=64)
-    deep = trace(gpt.build(config), gpt.example_inputs(config))
+    return trace(gpt.build(config), gpt.example_inputs(config))
+
+
+def emitted(num_layers: int, **choices: Any) -> str:
+    deep = deep_graph(num_layers)
     mesh = autopar.Mesh("a100", nodes=2, devices_per_node=4)
     return emit(deep, template_of_graph(deep, mesh, **choices))
 

@@ -51,6 +51,7 @@ def measure_on(rank: int, world: int, per_node: int, folder: str, torch_version:
     return measure_links.measure(here, meshes, 0.0, kept, lambda text: None)
 
 
+@pytest.mark.sampled(only=("2-2", "4-2"))
 @pytest.mark.ranks
 @pytest.mark.parametrize(("world", "per_node"), [(2, 2), (4, 4), (4, 2)])
 def test_every_collective_is_measured_along_every_kind_of_axis(world: int, per_node: int, tmp_path: Path) -> None:

@@ -28,24 +28,24 @@ SEED = 20_000
 
 @pytest.mark.sweep
 def test_random_programs_on_threads(capsys: pytest.CaptureFixture[str]) -> None:
-    """Five plans of each of 20 programs; `python -m tests.random_programs.run --seed 20000` runs these, and more."""
+    """Five plans of each of 8 programs; `python -m tests.random_programs.run --seed 20000` runs these, and more."""
     with capsys.disabled():
         print(f"\nrandom programs, seed {SEED}")
     wrong, exact = [], 0
-    for case in itertools.islice(run._cases(SEED, plans=5), 100):
+    for case in itertools.islice(run._cases(SEED, plans=5), 40):
         text = outcome(case)
         if text:
             wrong.append(f"{case.name}: {text}\n{code(case, text)}")
         exact += case.subject.mode == "train" and case.subject.is_exact
-    assert not wrong, f"{len(wrong)} of 100 cases are wrong; the first:\n{wrong[0]}"
-    assert exact >= 15
+    assert not wrong, f"{len(wrong)} of 40 cases are wrong; the first:\n{wrong[0]}"
+    assert exact >= 6
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, 4])
 def test_random_programs_on_gloo(world: int) -> None:
     meshes = [sizes for sizes in MESHES if _product(sizes) == world]
-    for seed in range(SEED, SEED + 5):
+    for seed in range(SEED, SEED + 3):
         subject = Subject(random_program(seed))
         choices = random_plan(subject.graph, meshes[seed % len(meshes)], random.Random(seed))
         if choices is not None:

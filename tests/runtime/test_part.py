@@ -141,6 +141,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.sampled(only=("2 {'tp': 2}", "4 {'dp': 2, 'tp': 2, 'zero': 3}"))
 @pytest.mark.parametrize(("ranks", "template"), PLANS, ids=[f"{n} {t}" for n, t in PLANS])
 def test_a_part_trains_as_on_one_device(
     ranks: int, template: dict[str, int], rank_pool: Callable[[int], RankPool]

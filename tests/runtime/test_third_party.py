@@ -146,6 +146,7 @@ def source_of(how: str, is_frozen: bool = False) -> tuple[str, int]:
         return autopar.parallelize(model(is_frozen), mesh, batch(0), plan=plan).source, count
 
 
+@pytest.mark.sampled(only=("zero3", "tp"))
 @pytest.mark.parametrize(
     "how", [how if how in IN_SUITE else pytest.param(how, marks=pytest.mark.whole) for how in PLANS]
 )

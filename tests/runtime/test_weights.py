@@ -66,6 +66,7 @@ def there_and_back(
     return rank.full_state_dict(), str(told)
 
 
+@pytest.mark.sampled(only=("tp", "stages"))
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_saved_model_is_loaded_in_slices_and_written_as_it_was(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, plan: str
@@ -88,6 +89,7 @@ def test_a_saved_model_is_loaded_in_slices_and_written_as_it_was(
     assert not list((tmp_path / "out").glob("*.part"))
 
 
+@pytest.mark.sampled(only=("tp",))
 @pytest.mark.parametrize("plan", ["tp", "stages"])
 def test_experts_one_by_one_in_files_are_stacked_in_the_model(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, plan: str

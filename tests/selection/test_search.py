@@ -309,14 +309,14 @@ def test_the_hard_search_keeps_its_deadline_and_a_valid_bound() -> None:
 
 def test_the_hard_search_by_work_finds_the_same_whatever_time_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     network, honest = hard_network(60), toulbar.SearchApart.result
-    first = hard.search_hard(network, UNKNOWN, Clock.of(1.0), 0, 0.0)
+    first = hard.search_hard(network, UNKNOWN, Clock.of(0.25), 0, 0.0)
 
     def late(search: SearchApart, wait_until: float) -> Result:
         time.sleep(0.3)
         return honest(search, wait_until)
 
     monkeypatch.setattr(toulbar.SearchApart, "result", late)
-    again = hard.search_hard(network, UNKNOWN, Clock.of(1.0), 0, 0.0)
+    again = hard.search_hard(network, UNKNOWN, Clock.of(0.25), 0, 0.0)
     assert first.values is not None and not first.complete
     assert again == first
 

@@ -1,4 +1,4 @@
-"""A few hundred changed plans and profiles; `python -m tests.sent_files.run` changes thousands."""
+"""A hundred changed plans and profiles; `python -m tests.sent_files.run` changes thousands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.sent_files.check import KEPT, check_profile, outcome, plan_faults
 from tests.sent_files.mutations import CANARY
 from tests.sent_files.run import FINE, case, names
 
-CASES = 120
+CASES = 60
 
 
 @pytest.mark.sweep

@@ -50,6 +50,18 @@ def begin(name: str) -> Start:
     return start(CASES[name])
 
 
+@pytest.mark.sampled(
+    only=(
+        "gpt, data and tensor, 2 microbatches",
+        "gpt, slow host",
+        "gpt, CPU, sequences, blocks computed again",
+        "gpt, tied, ZeRO-3, all computed again",
+        "gpt, inference",
+        "moe",
+        "wide_resnet",
+        "mlp",
+    )
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_any_proposal_is_simulated_as_a_whole_simulation_would(name: str) -> None:
     part, plan, profile = begin(name)

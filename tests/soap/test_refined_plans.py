@@ -31,6 +31,7 @@ def graph() -> Graph:
         return trace(gpt.build(config), {k: v.to("meta") for k, v in gpt.example_inputs(config).items()})
 
 
+@cache
 def both(*constraints: autopar.Constraint, proposals: int = 300) -> tuple[Plan, Plan]:
     """What placements find, and that refined."""
     budget = SearchBudget(5.0, stages=False, proposals=proposals, refine_seconds=60.0)
@@ -77,7 +78,7 @@ def test_a_plan_that_is_not_refined_says_why() -> None:
 
 
 def test_a_long_search_begins_at_expert_plans_and_at_a_drawn_one_too() -> None:
-    budget = SearchBudget(5.0, stages=False, proposals=5_000, refine_seconds=4.0)
+    budget = SearchBudget(5.0, stages=False, proposals=5_000, refine_seconds=1.5)
     request = Request(autopar.Mesh("h100", devices_per_node=4), "train", "adamw", None, (), budget)
     report = planned(graph(), request).search.refinement
     assert report is not None

@@ -91,6 +91,7 @@ def rotary() -> dict[str, tuple[str, dict[str, object]]]:
     }
 
 
+@pytest.mark.sampled(only=("llama", "gemma2", "gpt_neox"))
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", rotary())
 def test_rotary_models_are_as_near_to_float32_as_transformers_own_bf16(name: str, tmp_path: object) -> None:
