@@ -55,7 +55,7 @@ from autopar.planned_part import (
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Ended, Report, reporting_passes
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
-from autopar.rewrites import graph_of, under_routing
+from autopar.rewrites import graph_of, under_routing, with_causal_attention
 from autopar.shapes import under_plan
 from autopar.simulate import Timeline, predict
 from autopar.step import simulated_step, with_simulator
@@ -192,6 +192,7 @@ def planned_jointly(
 
     Raises like `parallelize`.
     """
+    graph, causal = with_causal_attention(graph, request.constraints)
     graph, told, rules = with_contexts(graph, request.constraints)
     request = replace(request, constraints=(*request.constraints, *rules))
     if not told and request.mesh.is_homogeneous and longest_sequence(graph) >= LONG_SEQUENCE:
@@ -199,7 +200,7 @@ def planned_jointly(
         graph, ways = by_price(graph, request)
         told = (*told, *ways)
     graph, plan = search(PASSES, graph, Context(request, progress, ended or reporting_passes(progress)))
-    return graph, replace(plan, substitutions=(*told, *plan.substitutions))
+    return graph, replace(plan, substitutions=(*causal, *told, *plan.substitutions))
 
 
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:

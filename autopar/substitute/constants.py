@@ -1,7 +1,7 @@
 """The values of a graph's constants, where they are small, or alike in what they are large in: see `seen`.
 
     full, ones, zeros             → one number, expanded
-    comparisons of positions      → an interval of columns in each row (`Seen`), or outer sums (`Outer`) before that
+    comparisons of positions      → intervals of columns (`Intervals`), by way of outer sums (`Outer`)
     tril, triu of one number      → an interval
     and, or, where, fill, a · x   → of intervals, or of what is inside and outside of them
     views and slices              → the same, or some rows and columns of it
@@ -23,8 +23,8 @@ from autopar.ir.structure import OWN_BACKWARD, constant_tensors
 from autopar.ops import overload, run
 from autopar.substitute.seen import (
     TURNED,
+    Intervals,
     Outer,
-    Seen,
     common,
     compared,
     of_rows,
@@ -45,7 +45,7 @@ _KEEPS_MATRICES = {
 _ON_EACH = {"masked_fill", "_to_copy", "where"}
 _AND, _OR = {"__and__", "bitwise_and", "logical_and"}, {"__or__", "bitwise_or", "logical_or"}
 
-Value = Tensor | Seen | Outer | None
+Value = Tensor | Intervals | Outer | None
 """Of a constant; None where it is not known."""
 
 
@@ -126,16 +126,16 @@ class _OfOperator:
 
     def _moved(self) -> Value:
         """Matrices that stay as they are, or of which some rows, or columns in a row, are left."""
-        if not isinstance(value := self._arguments[0], Seen):
+        if not isinstance(value := self._arguments[0], Intervals):
             return None
         before, after = self._shapes[self._node.operands[0]], self._made.shape
         if self._name == "slice":
             return self._sliced(value, len(before))
         return value if self._name in _KEEPS_MATRICES and before[-2:] == after[-2:] else None
 
-    def _sliced(self, value: Seen, num_dims: int) -> Value:
-        given = self._node.args[1:]
-        dim, begin, end, step = (*given, *(0, None, None, 1)[len(given) :])
+    def _sliced(self, value: Intervals, num_dims: int) -> Value:
+        given: list[Any] = [*self._node.args[1:]]
+        dim, begin, end, step = given + [0, None, None, 1][len(given) :]
         dim = dim % num_dims - num_dims
         if dim == -2:
             return replace(value, first=value.first[begin:end:step], after=value.after[begin:end:step])
@@ -150,15 +150,16 @@ class _OfOperator:
         if self._name not in ("tril", "triu"):
             return None
         rows, columns = self._made.shape[-2:]
-        value, diagonal = self._arguments[0], ([*self._arguments[1:], 0])[0]
-        number = value.inside if isinstance(value, Seen) else _one_number(value)
-        if number is None or (isinstance(value, Seen) and bool(value.outside != 0)):
+        value = self._arguments[0]
+        diagonal = int(self._node.args[1]) if len(self._node.args) > 1 else 0
+        number = value.inside if isinstance(value, Intervals) else _one_number(value)
+        if number is None or (isinstance(value, Intervals) and bool(value.outside != 0)):
             return None
         edge = (torch.arange(rows) + diagonal + (self._name == "tril")).clamp(0, columns)
         ends = torch.zeros_like(edge), torch.full_like(edge, columns)
         first, after = (ends[0], edge) if self._name == "tril" else (edge, ends[1])
-        side = Seen(first, after, columns, number, torch.zeros_like(number))
-        return common(side, value) if isinstance(value, Seen) else side
+        side = Intervals(first, after, columns, number, torch.zeros_like(number))
+        return common(side, value) if isinstance(value, Intervals) else side
 
     def _compared(self) -> Value:
         """A column of rows against a row of columns, or an outer sum against one number."""
@@ -181,7 +182,7 @@ class _OfOperator:
             return replace(one, is_distance=True)
         if self._name not in ("add", "sub") or self._node.kwargs or len(self._arguments) != 2:
             return None
-        if not all(isinstance(side, Tensor) and side.dtype == torch.int64 for side in (one, other)):
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor) or {one.dtype, other.dtype} != {torch.int64}:
             return None
         sign = -1 if self._name == "sub" else 1
         for left, right, signs in ((one, other, (1, sign)), (other, one, (sign, 1))):
@@ -192,16 +193,16 @@ class _OfOperator:
 
     def _joined(self) -> Value:
         """What two masks have in common, or together."""
-        if self._name not in _AND | _OR or not any(isinstance(value, Seen) for value in self._arguments):
+        if self._name not in _AND | _OR or not any(isinstance(value, Intervals) for value in self._arguments):
             return None
         one, other = (self._mask(value) for value in self._arguments[:2])
         if one is None or other is None:
             return None
         return common(one, other) if self._name in _AND else together(one, other)
 
-    def _mask(self, value: Any) -> Seen | None:
+    def _mask(self, value: Any) -> Intervals | None:
         """By what is true in it, where that is an interval in each row."""
-        if isinstance(value, Seen):
+        if isinstance(value, Intervals):
             return true_in(value) if value.inside.dtype == torch.bool else None
         if not isinstance(value, Tensor) or value.dtype != torch.bool:
             return None
@@ -217,7 +218,7 @@ class _OfOperator:
     def _alike(self) -> Value:
         """An operator on each element, where matrices are parted alike, or are one number: on what is inside, and on
         what is outside."""
-        seen = {name: value for name, value in self._operands.items() if isinstance(value, Seen)}
+        seen = {name: value for name, value in self._operands.items() if isinstance(value, Intervals)}
         numbers = {name: _one_number(value) for name, value in self._operands.items() if name not in seen}
         is_pointwise = torch.Tag.pointwise in overload(self._node.op).tags or self._name in _ON_EACH
         if not is_pointwise or any(number is None for number in numbers.values()):

@@ -18,7 +18,7 @@ from torch import Tensor
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Node, Ref, found_once, needed, with_nodes
 from autopar.substitute.constants import Constants, Value
-from autopar.substitute.seen import Seen
+from autopar.substitute.seen import Intervals
 
 RULE = "causal-mask"
 STATEMENT = "attention(q, k, v, mask) => causal attention(q, k, v) where mask is the lower triangle"
@@ -31,6 +31,8 @@ def under_causal_masks(graph: Graph) -> tuple[str, ...]:
     masked = [
         node for node in graph.nodes if node.op == ATTENTION and _mask(node) is not None and _is_square(graph, node)
     ]
+    if not masked:
+        return ()
     constants = Constants(graph)
     is_causal = {name: _is_causal(constants[name]) for name in {_mask(node) or "": None for node in masked}}
     return tuple(node.name for node in masked if is_causal[_mask(node) or ""])
@@ -71,7 +73,7 @@ def _causal(node: Node) -> Node:
 def _is_causal(mask: Value) -> bool:
     if isinstance(mask, Tensor):
         return mask.dim() > 1 and all(map(_is_triangle, _distinct(mask)))
-    return isinstance(mask, Seen) and mask.is_causal
+    return isinstance(mask, Intervals) and mask.is_causal
 
 
 def _distinct(mask: Tensor) -> Iterable[Tensor]:

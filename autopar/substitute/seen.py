@@ -21,7 +21,7 @@ TURNED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq", "ne": "ne"
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class Intervals:
     """Matrices, all alike, of so many columns: in row i the columns from `first[i]` up to `after[i]` are `inside`, all
     others `outside`; both are tensors of no dims."""
 
@@ -70,7 +70,7 @@ class Outer:
         found = self.rows[:, None] + self.columns
         return found.abs() if self.is_distance else found
 
-    def compared(self, number: Tensor, way: str) -> Seen | None:
+    def compared(self, number: Tensor, way: str) -> Intervals | None:
         """In which columns that compares so with a number."""
         if number.dtype.is_floating_point:
             return None
@@ -83,7 +83,7 @@ class Outer:
         return None if upper is None or lower is None else common(upper, lower)
 
 
-def compared(columns: Tensor, rows: Tensor, way: str) -> Seen | None:
+def compared(columns: Tensor, rows: Tensor, way: str) -> Intervals | None:
     """In which columns j of row i a comparison of columns[j] with rows[i] is true: an interval, where columns are
     sorted."""
     if columns.dtype == torch.bool or rows.dtype == torch.bool:
@@ -103,10 +103,10 @@ def compared(columns: Tensor, rows: Tensor, way: str) -> Seen | None:
     if is_falling:
         first, after = count - after, count - first
     is_equal = torch.tensor(way != "ne")
-    return Seen(first, after, count, is_equal, ~is_equal)
+    return Intervals(first, after, count, is_equal, ~is_equal)
 
 
-def true_in(mask: Seen) -> Seen | None:
+def true_in(mask: Intervals) -> Intervals | None:
     """A mask by what is true in it, where that is one interval in each row."""
     if bool(mask.inside) and not bool(mask.outside):
         return mask
@@ -119,13 +119,13 @@ def true_in(mask: Seen) -> Seen | None:
     return _masking(first, after, mask.columns)
 
 
-def common(one: Seen, other: Seen) -> Seen:
+def common(one: Intervals, other: Intervals) -> Intervals:
     """Of two masks by what is true in them, what is so in both."""
     first = torch.maximum(one.first, other.first)
     return replace(one, first=first, after=torch.maximum(first, torch.minimum(one.after, other.after)))
 
 
-def together(one: Seen, other: Seen) -> Seen | None:
+def together(one: Intervals, other: Intervals) -> Intervals | None:
     """Of two masks by what is true in them, what is so in one of them at least, where that is one interval in each
     row."""
     is_nothing, is_other_nothing = one.first >= one.after, other.first >= other.after
@@ -138,12 +138,12 @@ def together(one: Seen, other: Seen) -> Seen | None:
     return replace(one, first=first, after=after)
 
 
-def parted_alike(one: Seen, other: Seen) -> bool:
+def parted_alike(one: Intervals, other: Intervals) -> bool:
     """Whether the same is inside."""
     return one.columns == other.columns and torch.equal(one.first, other.first) and torch.equal(one.after, other.after)
 
 
-def of_rows(is_seen: Tensor, times: int = 1) -> Seen | None:
+def of_rows(is_seen: Tensor, times: int = 1) -> Intervals | None:
     """A matrix of what is seen, where that is one interval in each row. times: each column stands for so many."""
     count, columns = is_seen.sum(-1), is_seen.shape[-1]
     first = torch.where(count > 0, is_seen.int().argmax(-1), 0)
@@ -151,6 +151,6 @@ def of_rows(is_seen: Tensor, times: int = 1) -> Seen | None:
     return _masking(times * first, times * after, times * columns) if bool((after - first == count).all()) else None
 
 
-def _masking(first: Tensor, after: Tensor, columns: int) -> Seen:
+def _masking(first: Tensor, after: Tensor, columns: int) -> Intervals:
     true = torch.tensor(True)
-    return Seen(first, after, columns, true, ~true)
+    return Intervals(first, after, columns, true, ~true)
