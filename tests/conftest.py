@@ -20,7 +20,7 @@ import pytest
 
 from tests.garbage import collect_seldom
 from tests.sampling import left_out
-from tests.traced import traced_once
+from tests.traced import Known, traced_once
 
 if TYPE_CHECKING:
     from autopar.driver import Candidate
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
 RANKS_FIXTURE = "rank_pool"
+_TRACED: list[Known] = []
 #: whose tests plan models and run them, mostly on threads: those of one file share what they import and trace
 ROOMS_OF_SWEEPS = {"branches", "carried", "constructs", "equivalence", "random_programs"}
 
@@ -148,8 +149,8 @@ def _part(item: pytest.Item) -> int:
 
 @pytest.fixture(autouse=True)
 def _traced_once_on_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where programs run on ranks, a model is traced once for its plan and for the program of that plan."""
-    with traced_once() if request.node.get_closest_marker("ranks") else nullcontext():
+    """Where programs run on ranks, a model is traced once for its plans and their programs, in several tests too."""
+    with traced_once(_TRACED) if request.node.get_closest_marker("ranks") else nullcontext():
         yield
 
 

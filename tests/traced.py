@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 if TYPE_CHECKING:
@@ -14,22 +14,36 @@ if TYPE_CHECKING:
     from autopar.ir.graph import Graph
 
 
+class Known(NamedTuple):
+    """A graph and what it was traced of: while its parts live, no other has an id of theirs."""
+
+    identity: Any
+    graph: Graph
+    parts: list[Any]
+
+
+MOST_KNOWN = 6
+"""Of the last models: tests of a file mostly share one or two."""
+
+
 @contextmanager
-def traced_once(known: dict[str, Any] | None = None) -> Iterator[None]:
+def traced_once(known: list[Known] | None = None) -> Iterator[None]:
     """While inside, whoever plans the same model for the same inputs again gets the graph of the last time.
 
-    known: keeps it from one time inside to the next.
+    known: keeps the last few from one time inside to the next.
     """
     from autopar import pipeline
 
-    traced, known = pipeline.trace, {} if known is None else known
+    traced, known = pipeline.trace, [] if known is None else known
 
     def trace(model: nn.Module, inputs: Any, **choices: Any) -> Graph:
         parts, identity = _parts(model, inputs)
-        if known.get("identity") != (identity, choices):
-            graph = traced(model, inputs, **choices)
-            known.update(identity=(identity, choices), graph=graph, parts=parts)  # while these live, no other has an id
-        return known["graph"]
+        for one in known:
+            if one.identity == (identity, choices):
+                return one.graph
+        graph = traced(model, inputs, **choices)
+        known[:] = [*known, Known((identity, choices), graph, parts)][-MOST_KNOWN:]
+        return graph
 
     with mock.patch.object(pipeline, "trace", trace):
         yield

@@ -211,14 +211,30 @@ class ProfiledCosts:
         return np.where(forward >= UNREACHABLE, NO_PATH_NS, total + unequal)  # of equal plans, fewer conversions
 
     def storage_ns(self, tensor: Tensor, storages: list[Storage], targets: list[Placement]) -> Times:
-        """Gathers before use (again before backward when regathered), gradient synchronisation after, and adding up
-        the gradients of the microbatches."""
+        """Gathers before use (again before backward when regathered), gradient synchronisation after, adding up the
+        gradients of the microbatches, and casting master weights and gradients."""
         sources = [storage.placement for storage in storages]
         forward, backward = self._routes(tensor).times(sources, targets)
         gathers = np.array([self._num_gathers(storage) for storage in storages])[:, None]
         reductions = np.array([self._num_reductions(storage) for storage in storages])[:, None]
         total = forward * gathers + backward * reductions + self._added_up_ns(tensor, storages, targets)
+        total += self._cast_ns(tensor, storages, targets)
         return np.where(forward >= UNREACHABLE, NO_PATH_NS, total)
+
+    def _cast_ns(self, tensor: Tensor, storages: list[Storage], targets: list[Placement]) -> Times:
+        """What is stored, whenever it is converted; each microbatch's gradient of what is used."""
+        cast = np.zeros((len(storages), len(targets)), dtype=np.int64)
+        if tensor.name not in self.graph.kept_dtypes or self.graph.stored_by_tensor[tensor.name].kind != "parameter":
+            return cast
+        each = sum(self.graph.itemsizes(tensor.name))
+
+        def once(placement: Placement) -> int:
+            return pointwise_time_ns(each * math.prod(self._local(tensor.shape, placement)), self.profile)
+
+        if tensor.differentiable and self.train:
+            cast[:] = [self.microbatches * once(target) for target in targets]
+        cast += np.array([[self._num_gathers(storage) * once(storage.placement)] for storage in storages])
+        return cast
 
     def _added_up_ns(self, tensor: Tensor, storages: list[Storage], targets: list[Placement]) -> Times:
         """Adding each microbatch's gradient to those before it: as used, or as stored if it is reduced first."""

@@ -15,6 +15,8 @@ from autopar.ir.placement import Shape
 from autopar.ops.call import argument
 from autopar.ops.layout import copied
 
+FLOAT32_BYTES = 4
+
 
 class Extra(NamedTuple):
     """A saved value that is no tensor of the graph: one element an index of some dims of tensor `like`.
@@ -156,8 +158,12 @@ def _normalized_rows(node: Node, graph: Graph, statistics: int) -> list[Saved]:
 
 
 def composed_rms_norm(node: Node, graph: Graph) -> list[Saved]:
-    """As products and powers, one after the other: the normalised input is kept, too."""
-    return [*rms_normalization(node, graph), _copy(graph.tensors[node.operands[0]])]
+    """As products and powers, one after the other: the normalised input is kept, too. Of half precision both the input
+    and the normalised one are kept in float32, and not the input itself."""
+    tensor, (given, *others) = graph.tensors[node.operands[0]], rms_normalization(node, graph)
+    if tensor.itemsize >= FLOAT32_BYTES:
+        return [given, *others, _copy(tensor)]
+    return [*others, _copy(tensor, 2 * FLOAT32_BYTES)]
 
 
 def batch_normalization(node: Node, graph: Graph) -> list[Saved]:

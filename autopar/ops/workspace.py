@@ -153,8 +153,12 @@ def _ring(sizes: Sizes, seq: int) -> Workspace:
 
 
 def rms_norm(sizes: Sizes) -> Workspace:
-    """On CPUs its gradient is put together from those of products and powers."""
-    return 0, 4 * sizes.operand(0) if sizes.device_type == "cpu" else 0
+    """On CPUs its gradient is put together from those of products and powers; in float32, where the input is of half
+    precision, and so is what it makes before that is cast."""
+    if sizes.device_type != "cpu":
+        return 0, 0
+    wide = math.prod(sizes.operands[0]) * max(4, sizes.itemsize)
+    return wide if sizes.itemsize < 4 else 0, 4 * wide
 
 
 def batch_norm(sizes: Sizes) -> Workspace:

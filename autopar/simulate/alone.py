@@ -316,7 +316,8 @@ class LayerCost(NamedTuple):
     parameters were gathered. receive_ns: of a microbatch, to fetch what crosses the border before the layer, to send
     its gradient back, and to wait for parameters that no layer before hides. reduce_ns: a step, gathering parameters
     and summing gradients over ranks, which up to `hide_ns` of passes can run beside. last_ns: by how much the last
-    microbatch's backward pass is longer, as few buckets of gradients are on their way at a time. optimizer_ns: a step.
+    microbatch's backward pass is longer, as few buckets of gradients are on their way at a time. optimizer_ns: a step,
+    with what is packed and cast when it begins.
     begin_bytes: what is there before the first pass, parameters that were gathered with what they were gathered in.
     resident_bytes: parameters, gradients and optimizer state, of which gradient_bytes are there from the first backward
     pass on. travelling_bytes: what gradients on their way take beside
@@ -409,7 +410,7 @@ def _cost(player: PartedStage, microbatches: int, receive_ns: int, constants_onc
         reduce_ns=_link_ns([begin]) + _link_ns(backward[-1:]) - _link_ns(back),
         hide_ns=max(0, length + last_ns - busy),
         last_ns=last_ns,
-        optimizer_ns=player.optimizer_ns,
+        optimizer_ns=player.optimizer_ns + _computed_ns(begin),
         begin_bytes=at_begin,
         resident_bytes=arrived,
         gradient_bytes=max(0, arrived - before),
@@ -540,6 +541,10 @@ def _amid_layers_ns(done: Pass, profile: Profile) -> int:
     slowdown = max([profile.slowdowns.get(link, 1.0) for link in beside], default=1.0)
     slowed = max(0, waited + max(0, left - length) - exposed) * (1 - 1 / slowdown)
     return max(length - waited + exposed + int(slowed), _link_ns([done]))
+
+
+def _computed_ns(done: Pass) -> int:
+    return sum([end - start for stream, _, start, end, _ in done.tasks if stream == COMPUTE])
 
 
 def _link_ns(passes: list[Pass]) -> int:

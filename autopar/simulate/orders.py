@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -36,8 +36,9 @@ class Orders:
     `begun_at`: slots whose gradient the backward pass begins there; `ended_at`: those whose gradient is there after
     it, and whether several items have contributed;
     `home_each_ns`, `home_last_ns`: hooks of complete gradients and their copies into buckets;
-    `added_ns`: adding up the gradients of a value with several readers, `led_ns`: of those that lead back to an earlier
-    stage; `kept_ns`: adding to a leaf's gradient of earlier microbatches.
+    `added_ns`: adding up the gradients of a value with several readers, and casting those of stored tensors;
+    `led_ns`: of values that lead back to an earlier stage; `kept_ns`: adding to a leaf's gradient of earlier
+    microbatches.
     """
 
     around: list[tuple[int, ...]] = field(default_factory=list)  # of each unit: units that convert, outermost first
@@ -83,6 +84,7 @@ def find_orders(program: LocalProgram, profile: Profile) -> Orders:
 def _order_gradients(program: LocalProgram, profile: Profile, orders: Orders) -> None:
     readers = _backward_readers(program)
     adding_ns = cache(lambda num_bytes: pointwise_time_ns(3 * num_bytes, profile))
+    casting_ns = cache(lambda num_bytes: pointwise_time_ns(num_bytes, profile))
     for value, items in readers.items():
         made = program.values[value]
         place = made.item if made.item >= 0 else items[0]
@@ -95,11 +97,22 @@ def _order_gradients(program: LocalProgram, profile: Profile, orders: Orders) ->
             first = program.first_of.get(items[0], items[0])  # a branch hands out its gradients at its end
             orders.begun_at[items[-1]].append(slot)
             orders.ended_at[first].append((slot, len(items) > 1))
-            orders.kept_ns[first] += adding_ns(slot.stored_bytes if slot.reduces_each else slot.gradient_bytes)
+            orders.added_ns[first] += casting_ns(slot.cast_bytes[1])
+            orders.kept_ns[first] += _kept_ns(slot, adding_ns, casting_ns)
             if slot.steps and profile.runtime:
                 home = orders.home_each_ns if slot.reduces_each else orders.home_last_ns
                 copied = copy_time_ns(slot.gradient_bytes, profile)
                 home[first] += profile.runtime.parameter_ns + copied
+
+
+def _kept_ns(slot: Slot, adding_ns: Callable[[int], int], casting_ns: Callable[[int], int]) -> int:
+    """Adding a gradient to that of earlier microbatches; in a bucket this casts it, too, in the same kernel."""
+    if slot.reduces_each:
+        return adding_ns(slot.stored_bytes)
+    cast = slot.cast_bytes[1]
+    if slot.steps and cast:
+        return max(0, casting_ns(cast + slot.gradient_bytes) - casting_ns(cast))
+    return adding_ns(slot.gradient_bytes)
 
 
 def first_operand(program: LocalProgram, number: int, slots: Sequence[int]) -> int:

@@ -48,6 +48,7 @@ from autopar.simulate.program import (
     OperatorPrice,
     OtherLane,
     PriceTable,
+    Slot,
     StoredPrice,
     Transmission,
     Value,
@@ -174,10 +175,10 @@ class Part:
     regathers: bool = field(init=False)
     unhoused: tuple[int, ...] = field(init=False)  # regathered slots of no unit
     saved: frozenset[int] = field(init=False)  # memory that its items save
-    first: tuple[int, ...] = field(init=False)  # slots that are gathered when the step begins
-    first_sent: tuple[int, ...] = field(init=False)  # those that something is sent for
+    first: tuple[int, ...] = field(init=False)  # slots that are converted when the step begins
+    first_played: tuple[int, ...] = field(init=False)  # those that something is sent or cast for
     first_bytes: int = field(init=False)
-    first_sent_bytes: int = field(init=False)
+    first_played_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         slots, count = self.program.slots, self.lowered.num_entering
@@ -187,19 +188,23 @@ class Part:
         saving = (item for item in self.program.items[NUM_BEFORE : self.end] if item.runs_backward)
         self.saved = frozenset([storage for item in saving for storage in item.saved])
         held = {n for buckets in self.orders.gathers.values() for bucket in buckets for n in bucket.slots}
-        moved = [n for n, slot in enumerate(slots) if slot.steps and slot.value >= count]
+        moved = [n for n, slot in enumerate(slots) if slot.converts and slot.value >= count]
         self.unhoused = tuple([n for n in moved if slots[n].storage.regather and n not in held])
         self.first = tuple([n for n in moved if not slots[n].storage.regather])
         self.regathers = any(slot.storage.regather for slot in slots)
-        self.first_sent = tuple([n for n in self.first if any(step.transfers[0].collective for step in slots[n].steps)])
-        self.first_bytes, self.first_sent_bytes = (
+        self.first_played = tuple([n for n in self.first if _takes_time(slots[n])])
+        self.first_bytes, self.first_played_bytes = (
             sum(slots[n].used_bytes for n in numbers if not slots[n].is_alias)
-            for numbers in (self.first, self.first_sent)
+            for numbers in (self.first, self.first_played)
         )  # fmt: skip
 
     @property
     def lowered(self) -> Lowered:
         return self.marked.lowered
+
+
+def _takes_time(slot: Slot) -> bool:
+    return slot.cast_bytes[0] > 0 or any(step.transfers[0].collective for step in slot.steps)
 
 
 class PartLowering(Lowering):
@@ -208,11 +213,11 @@ class PartLowering(Lowering):
     def __init__(
         self, graph: Graph, plan: StagePlan, profile: Profile, per_node: int, facts: GraphFacts,
         batched: Mapping[str, int], prices: PriceTable | None = None, may_split: bool = False,
-        coordinates: Coordinates | None = None, others: Sequence[OtherLane] = (),
+        coordinates: Coordinates | None = None, others: Sequence[OtherLane] = (), casts: bool = True,
     ) -> None:  # fmt: skip
-        """may_split: the backward pass may come in two parts; coordinates, others: as in `Lowering`."""
+        """may_split: the backward pass may come in two parts; coordinates, others, casts: as in `Lowering`."""
         prices = PriceTable() if prices is None else prices
-        super().__init__(graph, plan, profile, per_node, facts, prices, batched, may_split, coordinates, others)
+        super().__init__(graph, plan, profile, per_node, facts, prices, batched, may_split, coordinates, others, casts)
         self._moved: dict[object, int] = {}
 
     def lower(
@@ -300,7 +305,7 @@ class PartLowering(Lowering):
         units = {unit for item in program.items for unit in around[item.unit]}
         moved = [
             number for number, slot in enumerate(program.slots)
-            if slot.steps and slot.storage.regather and slot.value >= num_entering and slot.unit in units - {0}
+            if slot.converts and slot.storage.regather and slot.value >= num_entering and slot.unit in units - {0}
         ]  # fmt: skip
         return [self._bucket(group) for group in self._gathers(moved)]
 

@@ -62,11 +62,14 @@ class Overlap(NamedTuple):
 
     sums: of gradients. cuts_activations: gathers before products and reductions behind them come in as many chunks as
     there are ranks, each beside the product of another (Wang et al., ASPLOS'23; Transformer Engine's user buffers), so
-    that one chunk is left in which nothing is computed. Of products that take as long, as large models' do.
+    that one chunk is left in which nothing is computed. Of products that take as long, as large models' do. casts: the
+    master weights are cast where they are used, and each gradient where it is made, as emitted programs do; others keep
+    weights in 16 bits, which their optimizer writes.
     """
 
     sums: Sums = Sums.EARLY
     cuts_activations: bool = False
+    casts: bool = True
 
 
 AS_EMITTED = Overlap()
@@ -495,10 +498,10 @@ class Player:
         """Brings a bucket's slots from the stored placement to the used one."""
         slots = [self.program.slots[number] for number in bucket.slots]
         self.engine.allocate(self.engine.last, self._copied_bytes(bucket), "gathered", Moment.SEND)
-        if not bucket.transmissions:
-            return
         if bucket.convert_ns:
             after = [self._compute(f"{slots[0].tensor} packed", "forward", bucket.convert_ns, ())]
+        if not bucket.transmissions:
+            return
         name = slots[0].tensor if len(slots) == 1 else f"{slots[0].tensor} and {len(slots) - 1} more"
         _, last = self._transmit(name, "parameter", bucket.transmissions, after)
         for slot in slots:
@@ -565,6 +568,9 @@ class Player:
             engine.release(last, 2 * size, UNDER_WAY, Moment.SUMMED)
         self._count_done(slot)
         index = self._share_of[number] if number in self._moved else -1
+        if slot.is_cast and not (index >= 0 and self.shares[index].has_buffer):  # it is there in both dtypes
+            engine.allocate(first, slot.used_bytes, UNDER_WAY)
+            engine.release(last, slot.used_bytes, UNDER_WAY, Moment.COLLECTED)
         if index >= 0 and not self.shares[index].has_buffer and number not in self._whole:
             self._whole.add(number)
             return

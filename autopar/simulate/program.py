@@ -179,12 +179,16 @@ class Slot:
     sizes: tuple[tuple[int, int], ...] = ()  # bytes of each step, forward and backward
     gather_bytes: int = 0  # of copies while it is gathered: what travels packed, or does not lie as it is used
     scatter_bytes: int = 0  # of copies while its gradient is scattered
+    cast_bytes: tuple[int, int] = (0, 0)  # read and written to cast what is stored, and its gradient back
+    is_cast: bool = False  # it is used in another dtype than it is stored in
     shrinks: bool = field(init=False)  # its gradient is smaller at home than where it is made
     reduces_each: bool = field(init=False)  # its gradient goes home in each microbatch
+    converts: bool = field(init=False)  # operators use something else than what is stored
 
     def __post_init__(self) -> None:
         self.shrinks = any(step.before.kind == "S" for step in self.steps)
         self.reduces_each = self.storage.regather or self.storage.reduce_each_microbatch
+        self.converts = self.is_cast or bool(self.steps)
 
     def at(self, value: int, unit: int, tensor: str) -> Slot:
         """The slot in another program, where its tensor has a name that tells it apart from that program's own."""
@@ -204,7 +208,7 @@ class Bucket:
 
     slots: list[int]
     transmissions: tuple[Transmission, ...]
-    convert_ns: int = 0  # packing and joining on the rank itself
+    convert_ns: int = 0  # packing, joining and casting on the rank itself
 
 
 @dataclass(slots=True)
@@ -277,6 +281,8 @@ class _SlotPrice(NamedTuple):
     sizes: tuple[tuple[int, int], ...]
     gather_bytes: int
     scatter_bytes: int
+    cast_bytes: tuple[int, int]
+    is_cast: bool
 
 
 class StoredPrice(NamedTuple):
@@ -345,13 +351,15 @@ class Lowering:
     def __init__(
         self, graph: Graph, plan: StagePlan, profile: Profile, per_node: int, facts: GraphFacts, prices: PriceTable,
         batched: Mapping[str, int], may_split: bool = False, coordinates: Coordinates | None = None,
-        others: Sequence[OtherLane] = (),
+        others: Sequence[OtherLane] = (), casts: bool = True,
     ) -> None:  # fmt: skip
-        """coordinates: of the rank, where ranks run branches. others: lanes that what is sent lasts as long on."""
+        """coordinates: of the rank, where ranks run branches. others: lanes that what is sent lasts as long on. casts:
+        parameters are cast to the dtype that they are used in when they are converted, and their gradients back."""
         self.homes, self.entering, self.coordinates = homes(plan), entering(graph, plan), coordinates or {}
         self.branches: dict[Home, _BranchBorder] = {}
         self.graph, self.plan, self.profile, self.per_node = graph, plan, profile, per_node
         self.facts, self.prices, self.batched, self.others = facts, prices, batched, others
+        self.casts = casts
         self.twins = facts.twins(plan.blocks)
         self.shapes = LocalShapes(graph, plan)
         self.program = LocalProgram()
@@ -445,25 +453,37 @@ class Lowering:
                 sizes=price.sizes,
                 gather_bytes=price.gather_bytes,
                 scatter_bytes=price.scatter_bytes,
+                cast_bytes=price.cast_bytes,
+                is_cast=price.is_cast,
             )
         )
         return value
 
     def _slot_price(self, tensor: str, steps: tuple[Step, ...], value: Value) -> _SlotPrice:
         source, kept = self.placements[tensor], self.graph.kept(tensor)
-        key = (value.shape, source, steps, kept.shape, kept.dtype, self.graph.tensors[tensor].dtype)
+        is_cast = tensor in self.graph.kept_dtypes and self.graph.stored_by_tensor[tensor].kind == "parameter"
+        key = (value.shape, source, steps, kept.shape, kept.dtype, self.graph.tensors[tensor].dtype, is_cast)
         known = self.prices.slots.get(key)
         if known is None:
+            stored = math.prod(self._stored_shape(tensor))
+            itemsize, master = self.graph.itemsizes(tensor)
+            is_sent = is_cast and any(step.before.kind == "S" for step in steps)  # the shard's cast copy is
             is_alias = not any("S" in (s.before.kind, s.after.kind) or s.after.kind == "P" for s in steps)
             known = self.prices.slots[key] = _SlotPrice(
-                stored_bytes=math.prod(self._stored_shape(tensor)) * kept.itemsize,
+                stored_bytes=stored * kept.itemsize,
                 gradient_bytes=math.prod(value.shape) * kept.itemsize,
                 is_alias=is_alias and tensor not in self.graph.kept_dtypes,
                 sizes=self._step_bytes(tensor, steps),
-                gather_bytes=self.copies.gather_bytes(tensor, source, steps),
+                gather_bytes=self.copies.gather_bytes(tensor, source, steps) + (stored * itemsize if is_sent else 0),
                 scatter_bytes=self.copies.scatter_bytes(tensor, source, steps),
+                cast_bytes=self._cast_bytes(stored, math.prod(value.shape), itemsize + master) if is_cast else (0, 0),
+                is_cast=is_cast,
             )
         return known
+
+    def _cast_bytes(self, stored: int, used: int, each: int) -> tuple[int, int]:
+        """Of elements that are stored, and of gradients of those that are used. each: bytes read and written of one."""
+        return (stored * each, used * each) if self.casts else (0, 0)
 
     def _step_bytes(
         self, tensor: str, steps: tuple[Step, ...], axes: LogicalMesh | None = None
@@ -953,13 +973,13 @@ class Lowering:
     def first_gathers_of(self, program: LocalProgram) -> list[Bucket]:
         """The buckets that slots are gathered in when the step begins, which come in the order of their first use."""
         self.program, slots = program, program.slots
-        moved = (n for n, slot in enumerate(slots) if slot.steps)
+        moved = (n for n, slot in enumerate(slots) if slot.converts)
         return [*map(self._bucket, pack_gathers(moved, lambda n: slots[n].steps, lambda n: slots[n].used_bytes))]
 
     def gathers_of(self, program: LocalProgram) -> list[Bucket]:
         """The buckets that a program's slots are gathered in."""
         self.program = program
-        moved = [n for n, slot in enumerate(program.slots) if slot.steps]
+        moved = [n for n, slot in enumerate(program.slots) if slot.converts]
         return [self._bucket(group) for group in self._gathers(moved)]
 
     def _gathers(self, moved: list[int]) -> list[list[int]]:
@@ -977,7 +997,12 @@ class Lowering:
         columns = zip(*rows, strict=True) if len(rows) > 1 else ()
         sizes = [(sum(a for a, _ in column), sum(b for _, b in column)) for column in columns] or rows[0]
         sent = self._transmissions(first.steps, sizes, 0)
-        return Bucket(slots, sent, self._convert_ns(slots) if sent else 0)
+        return Bucket(slots, sent, (self._convert_ns(slots) if sent else 0) + self._cast_ns(slots))
+
+    def _cast_ns(self, slots: list[int]) -> int:
+        """A kernel for each."""
+        sizes = (self.program.slots[number].cast_bytes[0] for number in slots)
+        return sum(pointwise_time_ns(size, self.profile) for size in sizes)
 
     def _convert_ns(self, slots: list[int]) -> int:
         """Small and inner-dim shards are packed, joined and copied into place; others land there."""

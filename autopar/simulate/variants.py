@@ -121,7 +121,7 @@ class Variants:
         batched = {name: whole.tensors[name].shape[0] for name in batch_inputs(whole)}
         self.lowering = PartLowering(
             graph, plan, profile, per_node, facts, batched, self.known.prices, is_split or may_split, coordinates,
-            others,
+            others, overlap.casts,
         )  # fmt: skip
         self.trains = self.lowering.trains
         self.splits = self.trains and is_split
@@ -334,7 +334,7 @@ class Variants:
             crossing += zip(lowered.leaving, lowered.after.values, itertools.repeat(names), strict=False)
             for value, crossed, tensors in crossing:
                 n, key = part.program.values[value].slot, (tensors[crossed.tensor], crossed.placement)
-                if n >= 0 and slots[n].storage.regather and slots[n].steps and key[0] in segment.keeps:
+                if n >= 0 and slots[n].storage.regather and slots[n].converts and key[0] in segment.keeps:
                     if n in held:
                         units[key] = number
                     if key in units:
@@ -371,7 +371,7 @@ class Variants:
 
     def gathered(self, parts: Sequence[Part], carried: Carried, meet: Meet | None = None) -> FirstGathers:
         """Plays the begin of the step, from what other stages of the device have under way."""
-        if not any(part.first_sent for part in parts):
+        if not any(part.first_played for part in parts):
             sizes = sum(part.first_bytes for part in parts)
             engine = Engine(self.profile.slowdowns, carried)
             engine.allocate(LAST, sizes, "gathered", Moment.SEND)
@@ -395,7 +395,10 @@ class Variants:
         if part.first_form < 0:
             slots = part.program.slots
             form = tuple([
-                (n, one.steps, one.sizes, one.stored_bytes, one.used_bytes, one.gather_bytes, one.is_alias)
+                (
+                    n, one.steps, one.sizes, one.stored_bytes, one.used_bytes, one.gather_bytes, one.is_alias,
+                    one.cast_bytes,
+                )
                 for n, one in [(n, slots[n]) for n in part.first]
             ])  # fmt: skip
             part.first_form = self._numbers.of(form)
@@ -404,15 +407,15 @@ class Variants:
     def _played_gathers(self, parts: Sequence[Part], carried: Carried, meet: Meet | None) -> FirstGathers:
         """Slots are meant by number."""
         places, program = list[tuple[int, int]](), LocalProgram()
-        is_plain = self.profile.runtime is None  # then what sends nothing is there at once
+        is_plain = self.profile.runtime is None  # then what sends and casts nothing is there at once
         for number, part in enumerate(parts):
-            for n in part.first_sent if is_plain else part.first:
+            for n in part.first_played if is_plain else part.first:
                 slot = part.program.slots[n]
                 places.append((number, n))
                 program.slots.append(slot.at(len(places) - 1, 0, f"{number}:{n}"))
         program.gathers = self.lowering.first_gathers_of(program)
         begun = Player(program, self.profile, Orders()).gather(carried, meet)
-        quiet = sum(part.first_bytes - part.first_sent_bytes for part in parts) if is_plain else 0
+        quiet = sum(part.first_bytes - part.first_played_bytes for part in parts) if is_plain else 0
         if quiet:
             begun.done.allocations.append((0, quiet, "gathered", Moment.SEND))
         ready: dict[int, dict[int, tuple[int, str]]] = defaultdict(dict)

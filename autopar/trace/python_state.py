@@ -175,17 +175,21 @@ def _replacing(own: Callable[..., None], modules: set[nn.Module]) -> Callable[..
     return replaced
 
 
+_CHOOSES_TRAINED = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+
+
 class _Refusing(TorchFunctionMode):
     """Refuses what tracing would drop without a word."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-            raise TraceError(
-                f"expected forward to draw from torch's own generator, found another torch.Generator at\n  {_line()}\n"
-                "Tracing keeps no generators: leave generator= out, or pass what is drawn as an input."
-            )
-        if func in (Tensor.requires_grad_, Tensor.requires_grad.__set__):  # type: ignore[attr-defined]
+        for value in (*args, *kwargs.values()):  # asked at every call that export and decompositions make
+            if isinstance(value, torch.Generator):
+                raise TraceError(
+                    f"expected forward to draw from torch's own generator, found another torch.Generator at\n  "
+                    f"{_line()}\nTracing keeps no generators: leave generator= out, or pass what is drawn as an input."
+                )
+        if func in _CHOOSES_TRAINED:
             wanted = bool(args[1]) if len(args) > 1 else kwargs.get("requires_grad", True)
             if isinstance(args[0], nn.Parameter) and args[0].requires_grad != wanted:
                 raise TraceError(

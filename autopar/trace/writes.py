@@ -113,6 +113,9 @@ def _tied_and_written(
     return {name: pair for name, pair in pairs.items() if not memory(pair[1].meta.get("val")).isdisjoint(written)}
 
 
+_GETS_DATA, _SETS_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 class _Unseen(TorchFunctionMode):
     """What export does not see, as what it does: `x.data` is detached x, `x.data = y` a copy into it without gradient,
     and inference mode is no_grad but for errors of what is made there."""
@@ -132,9 +135,9 @@ class _Unseen(TorchFunctionMode):
         torch._C._set_grad_enabled(mode._before)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+        if func == _GETS_DATA:
             return args[0].detach()
-        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+        if func == _SETS_DATA:
             x, value = args
             if not self._owns_memory(x):
                 raise UnfollowedError(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from autopar.profiler import load_profile
 from autopar.trace import trace
 from benchmarks.accuracy.gpu import decoder
 from benchmarks.accuracy.gpu.__main__ import main
@@ -124,6 +125,20 @@ def test_every_framework_has_a_software_and_the_file_is_what_is_written(tmp_path
     assert [item.name for item in read_softwares(tmp_path / "again.json")] == [item.name for item in softwares]
 
 
+def test_a_slowdown_reaches_operators_of_the_family_that_have_a_curve_of_their_own() -> None:
+    """RMS norms are known apart from others on h100, and nanotron's slowdown of norms was lost there."""
+    h100, nanotron = load_profile("h100"), software_of("nanotron", read_softwares())
+    twice = replace(
+        nanotron, slowdowns={**nanotron.slowdowns, "normalization": 2 * nanotron.slowdowns["normalization"]}
+    )
+    assert "rms_norm" in h100.operators
+    for family in ("normalization", "rms_norm"):
+        slow, slower = (
+            software.on(h100).curve(family).forward.effective_work(1 << 28) for software in (nanotron, twice)
+        )
+        assert slower == pytest.approx(2 * slow)
+
+
 @pytest.mark.parametrize("is_llama", [False, True])
 def test_a_traced_graph_of_another_length_is_the_one_traced_with_it(is_llama: bool) -> None:
     kinds = {"is_gated": True, "norm": "rms", "positions": "rotary"} if is_llama else {}
@@ -191,6 +206,15 @@ def test_gated_is_swiglu_with_its_gradient() -> None:
     decoder.gated(made).square().sum().backward()
     (F.silu(plain[..., 0]) * plain[..., 1]).square().sum().backward()
     torch.testing.assert_close(made.grad, plain.grad)
+
+
+def test_squared_relu_has_its_gradient() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    plain = x.detach().clone().requires_grad_()
+    decoder.squared_relu(x).square().sum().backward()
+    F.relu(plain).square().square().sum().backward()
+    torch.testing.assert_close(x.grad, plain.grad)
 
 
 def test_rotation_turns_back() -> None:

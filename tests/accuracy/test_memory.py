@@ -90,6 +90,8 @@ def test_stages_under_the_smallest_limit_take_no_more() -> None:
         "gpt/dp zero3/full",
         "gpt/dp zero3 x2/named",
         "llama/tp/selective",
+        "llama/tp bf16/block",
+        "gpt/dp zero3 bf16/none",
     ],
 )
 def test_no_rank_takes_a_byte_more_than_predicted(kind: str) -> None:

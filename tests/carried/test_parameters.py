@@ -190,6 +190,7 @@ def test_updates_made_of_the_batch_run_without_microbatches(write: Write, plan: 
     assert wrong == [] or (wrong is None and "microbatches" in plan), wrong
 
 
+@pytest.mark.sampled(only=("dp=2 tp=2", "zero=3", "microbatches", "pp=2", "recompute", "searched"))
 @pytest.mark.sweep
 @pytest.mark.parametrize("plan", sorted(PLANS))
 def test_a_parameter_that_is_changed_after_its_use(plan: str) -> None:
@@ -260,6 +261,7 @@ class Teacher(nn.Module):
         return loss
 
 
+@pytest.mark.sampled(only=("dp=2 tp=2", "zero=3", "pp=2", "recompute", "searched"))
 @pytest.mark.sweep
 @pytest.mark.parametrize("plan", sorted(PLANS))
 def test_a_teacher_that_follows_its_student(plan: str) -> None:

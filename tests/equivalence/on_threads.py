@@ -17,7 +17,7 @@ from autopar.errors import InternalError
 from autopar.program import PlannedProgram
 from tests.random_programs.programs import load
 from tests.random_programs.world import thread_world
-from tests.traced import traced_once
+from tests.traced import Known, traced_once
 
 STEPS, RATE = 3, 0.05
 Tensors = dict[str, Tensor]
@@ -40,7 +40,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 SEARCH = SearchBudget(proposals=200)  # the default search, but for a fifth of its proposals
 OWN_GRAPH = replace(SEARCH, substitutions=False)
-_LAST_TRACED: dict[str, Any] = {}
+_LAST_TRACED: list[Known] = []
 
 
 def planned(model: nn.Module, batch: Tensors, how: str) -> PlannedProgram:

@@ -125,6 +125,7 @@ def test_embedding_bags(sizes: tuple[int, ...], inputs: str, tables: str, call: 
     assert call in program.source
 
 
+@pytest.mark.sampled(only=("sizes1",))
 @pytest.mark.ranks
 @pytest.mark.parametrize("sizes", [(2,), (4,)])
 def test_recurrent_layers_and_cells_split_by_samples(sizes: tuple[int, ...]) -> None:

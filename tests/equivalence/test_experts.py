@@ -29,6 +29,17 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(
+    only=(
+        "mixtral, ep_x4, power law, 1 chunk",
+        "mixtral, ep_two_levels, none to a rank, 4 chunks",
+        "qwen3_moe, ep_over_tp, balanced, 1 chunk",
+        "qwen3_moe, ep_pp, one expert, 4 chunks",
+        "deepseek, ep_zero3, power law, 4 chunks",
+        "gpt_oss, ep_tp, one expert, 1 chunk",
+        "qwen3_moe, ep_over_cp, balanced, 4 chunks",
+    )
+)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tokens_that_are_exchanged_compute_the_same(case: Case) -> None:

@@ -88,6 +88,7 @@ def text(vocabulary: int, count: int = 4, length: int = 6) -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": labels}
 
 
+@pytest.mark.sampled(only=("tied",))
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_vocabulary_50257_on_4_ranks(tied: bool) -> None:
     """Vocabulary-parallel embedding, head and loss: 12,565 rows on three ranks, 12,562 on the last."""

@@ -77,6 +77,7 @@ def assert_same_draws(model: nn.Module, batch: Tensors, program: PlannedProgram)
             assert error <= 1e-4, f"gradient of {name}: relative difference {error:.2e}"
 
 
+@pytest.mark.sampled(only=("dp_tp",))
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=["dp", "dp_tp"])
 def test_exact_mode_draws_what_one_device_draws(axes: dict[str, int]) -> None:
     """nn.Dropout, F.dropout of a transposed view, Dropout2d, in place, attention's twice, noise and Gumbel noise."""

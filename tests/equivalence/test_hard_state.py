@@ -58,6 +58,7 @@ class Tied(nn.Module):
         return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+@pytest.mark.sampled(only=("{'tp': 4}", "{'dp': 2, 'tp': 2, 'zero': 3}"))
 @pytest.mark.parametrize(
     "choices", [{"dp": 2}, {"dp": 2, "zero": 3}, {"tp": 4}, {"dp": 2, "tp": 2, "zero": 3}], ids=str
 )
@@ -93,7 +94,7 @@ def images(count: int) -> Tensors:
     return {"x": normals(count, 3, 8, 8), "target": target}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(only=("10-{'dp': 4}", "8-{'dp': 2, 'tp': 2}"))
 @pytest.mark.parametrize(("count", "axes"), [(8, {"dp": 4}), (10, {"dp": 4}), (8, {"dp": 2, "tp": 2})], ids=str)
 def test_batch_norm_in_training_with_its_running_buffers(count: int, axes: dict[str, int]) -> None:
     """Statistics are those of the whole batch, also where ranks hold 3, 3, 3 and 1 samples."""
@@ -212,6 +213,7 @@ class Adapted(nn.Module):
         return F.cross_entropy(self.top(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+@pytest.mark.sampled(only=("{'dp': 2, 'zero': 3}", "{'tp': 4}"))
 @pytest.mark.parametrize("choices", [{"dp": 2, "zero": 3}, {"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
 def test_frozen_parameters_and_parameter_groups(choices: dict[str, int]) -> None:
     """Frozen ones stay as they were and get no gradient; gradients pass through the one on top."""
@@ -248,6 +250,7 @@ def mixed() -> tuple[nn.Module, Tensors, PlannedProgram]:
     return model, batch, program
 
 
+@pytest.mark.sampled(only=("2.0", "inf"))
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_gradient_clipping_across_all_kinds_of_shards(norm_type: float) -> None:
     """Each element counts once, however many ranks hold it; torch's own function agrees on the DTensors."""

@@ -47,6 +47,7 @@ def planned(devices: int) -> autopar.PlannedProgram:
     return autopar.parallelize(model, mesh, batch, routing=ROUTING, constraints=SPLIT, search=QUICK)
 
 
+@pytest.mark.sampled(only=("2",))
 @pytest.mark.parametrize("devices", [2, 4])
 def test_placed_experts_compute_what_the_model_does(devices: int) -> None:
     model, batch = mixtral()

@@ -67,7 +67,7 @@ def refined_shares() -> Plan:
 
 
 def _refined(template: dict[str, Any]) -> Plan:
-    own = request(2, budget=replace(BUDGET, proposals=200, refine_seconds=60.0))
+    own = request(2, budget=replace(BUDGET, proposals=60, refine_seconds=60.0))
     start = template_of_graph(graph(), own.mesh, **template)
     plan = refined(graph(), find_blocks(graph()), own, profiles_of(own.mesh), start)
     assert plan.search.refinement is not None and plan.search.refinement.moves
@@ -105,6 +105,7 @@ def some_blocks_again() -> Plan:
     return plan
 
 
+@pytest.mark.sampled(only=("refined_stages", "refined_shares", "three_axes_beside_shares", "some_blocks_again"))
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "found",

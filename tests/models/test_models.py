@@ -121,6 +121,17 @@ def test_exports_on_meta(module: ModuleType) -> None:
     assert output.meta["val"].shape == ()
 
 
+@pytest.mark.sampled(
+    only=(
+        "models.bert",
+        "models.inception",
+        "models.llama_lora",
+        "models.nas_rnn",
+        "models.squeezenet",
+        "models.two_towers",
+        "models.vgg",
+    )
+)
 def test_exported_program_computes_what_the_model_computes(module: ModuleType) -> None:
     model, inputs = build_on("cpu", module)
     program = exported(model, inputs).module(check_guards=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,10 @@ def test_all_notebooks_are_known() -> None:
     assert [path.stem for path in texts()] == [*PICTURES] == [*SAID]
 
 
+# The first launches ranks as the README's way does (tests/pages), the fifth plans a large model as tests/pipeline does:
+# what these two call is looked up below.
 @pytest.mark.sweep
+@pytest.mark.sampled(only=("2_reading_a_plan", "3_how_the_cost_model_was_checked", "4_your_own_operator_and_cluster"))
 @pytest.mark.parametrize("path", texts(), ids=lambda path: path.stem)
 def test_the_notebook_runs(path: Path) -> None:
     """From its text, as it is: each cell, its assertions included, its pictures, and a fact that it prints."""
@@ -49,6 +54,50 @@ def test_the_notebook_runs(path: Path) -> None:
     assert pictures(notebook) == PICTURES[path.stem]
     printed = "".join(output.get("text", "") for output in outputs(notebook))
     assert SAID[path.stem] in printed
+
+
+@pytest.mark.parametrize("path", texts(), ids=lambda path: path.stem)
+def test_what_the_notebook_calls_is_there_and_takes_what_it_is_given(path: Path) -> None:
+    """Of autopar and of the example models: names, and the arguments of calls."""
+    known: dict[str, Any] = {}
+    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom) and _is_ours(node):
+            exec(ast.unparse(node), known)
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _is_name_in(node.func, known)]
+    for node in nodes:
+        if _is_name_in(node, known):
+            eval(ast.unparse(node), known)
+    for call in calls:
+        _bind(eval(ast.unparse(call.func), known), call)
+    assert calls or not known
+
+
+def _is_name_in(node: ast.AST, known: dict[str, Any]) -> bool:
+    """Whether a name, or names behind dots, begin with a known one."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id in known
+
+
+def _is_ours(node: ast.Import | ast.ImportFrom) -> bool:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+    return all(name.partition(".")[0] in ("autopar", "models", "benchmarks") for name in names)
+
+
+def _bind(function: Any, call: ast.Call) -> None:
+    """Raises TypeError where a function does not take the arguments of a call."""
+    if any(isinstance(given, ast.Starred) for given in call.args) or any(word.arg is None for word in call.keywords):
+        inspect.signature(function).bind_partial(**{word.arg: None for word in call.keywords if word.arg})
+    else:
+        inspect.signature(function).bind(*call.args, **{word.arg: None for word in call.keywords if word.arg})
+
+
+def test_calls_that_would_fail_are_found() -> None:
+    (wrong,) = [node for node in ast.walk(ast.parse("f(1, times=2)")) if isinstance(node, ast.Call)]
+    _bind(lambda given, times: None, wrong)
+    with pytest.raises(TypeError):
+        _bind(lambda given: None, wrong)
 
 
 @pytest.mark.parametrize("path", texts(), ids=lambda path: path.stem)

@@ -45,7 +45,9 @@ def found(
 ) -> Plan:  # fmt: skip
     """As searched, refined by so many proposals."""
     constraints = (autopar.Constraint(**pins),) if pins else ()
-    request = Request(mesh, "train", "adamw", limit, constraints + rules, SearchBudget(60.0, proposals=proposals))
+    request = Request(
+        mesh, "train", "adamw", limit, constraints + rules, SearchBudget(60.0, substitutions=False, proposals=proposals)
+    )
     return planned(model or graph(), request)
 
 

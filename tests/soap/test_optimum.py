@@ -52,6 +52,7 @@ def test_what_takes_all_operators_at_once_is_found() -> None:
     assert proof.is_proved and score.step_time_ns(found) == proof.step_ns
 
 
+@pytest.mark.sampled(only=("0-2", "2-4", "7-5"))
 @pytest.mark.parametrize(("seed", "count"), [(0, 2), (1, 3), (2, 4), (7, 5), (5, 4)])
 def test_branch_and_bound_finds_the_best_of_all_plans_with_nothing_known(seed: int, count: int) -> None:
     """And looks at fewer than half of them, with parameters stored whole and not."""

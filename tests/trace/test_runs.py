@@ -63,6 +63,7 @@ def test_a_turn_of_which_a_constraint_says_something_else_is_not_equal() -> None
     assert own not in blocks.tensor_representative.values()
 
 
+@pytest.mark.sampled(only=("tp=2", "stages=2"))
 @pytest.mark.parametrize("how", ["dp=2", "tp=2", "stages=2"])
 def test_programs_of_long_loops_equal_the_model(how: str) -> None:
     model, batch = Loop(100, shared=False, odd=60), {"x": torch.randn(8, 8)}

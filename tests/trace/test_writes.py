@@ -46,6 +46,7 @@ def test_the_value_is_the_written_one_and_the_gradient_passes_as_before(how: str
     assert_traced(Writes(how, op, target), batch())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["no_grad", "data", "detach"])
 @pytest.mark.parametrize("target", ["activation", "buffer", "parameter"])
 def test_writes_in_blocks_that_are_alike(how: str, target: str) -> None:

@@ -36,6 +36,22 @@ def _(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+@torch.library.custom_op("decoder::squared_relu", mutates_args=())
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)²: Primer's activation, which Megatron-LM compiles."""
+    return F.relu(x).square()
+
+
+@squared_relu.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _squared_relu_gradient(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    return 2 * F.relu(x) * gradient
+
+
 def _rotate_back(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
     cosines, sines = ctx.saved_tensors  # type: ignore[attr-defined]
     return rotate(gradient, cosines, -sines), None, None
@@ -72,8 +88,10 @@ def _keep_made(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor], 
 
 rotate.register_autograd(_rotate_back, setup_context=_keep_angles)
 gated.register_autograd(_gated_gradient, setup_context=_keep_made)
+squared_relu.register_autograd(_squared_relu_gradient, setup_context=_keep_made)
 autopar.register_rule("decoder.rotate.default", "b h s D, s E, s E -> b h s D")
 autopar.register_rule("decoder.gated.default", "b s f P -> b s f")
+autopar.register_rule("decoder.squared_relu.default", "b s f -> b s f")
 
 
 # The model ----------------------------------------
@@ -168,7 +186,7 @@ class MLP(nn.Module):
 
     def _activated(self, x: Tensor) -> Tensor:
         if self.config.activation == "squared_relu":
-            return F.relu(x).square()
+            return squared_relu(x)
         return F.gelu(x, approximate=ACTIVATIONS[self.config.activation])
 
 

@@ -107,9 +107,9 @@ def memory_of(item: Planned, software: Software, timeline: Timeline, profile: Pr
 
 
 def overlap_of(row: Row, software: Software) -> Overlap:
-    """What a row's software sends beside computation."""
+    """What a row's software sends beside computation. Casts are in its constants: of its step, or its optimizer."""
     early = Sums.BUFFERED if software.keeps_sums else Sums.EARLY
-    return Overlap(Sums.LATE if row.zero in software.late_sums else early, software.cuts_activations)
+    return Overlap(Sums.LATE if row.zero in software.late_sums else early, software.cuts_activations, casts=False)
 
 
 def late_gathers_ns(timeline: Timeline) -> int:

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from autopar.cost.profile import Curve, Host, OperatorCurve, Profile, Provenance
+from autopar.cost.profile import LIKE, Curve, Host, OperatorCurve, Profile, Provenance
 from autopar.profiler.published.attention import with_kernel
 from autopar.profiler.text import profile_text
 
@@ -75,7 +75,9 @@ class Software:
 
     def _slowdowns_on(self, profile: Profile) -> dict[str, float]:
         more = self.on_hopper if profile.name.startswith(HOPPER) else {}
-        return {family: slowdown * more.get(family, 1.0) for family, slowdown in self.slowdowns.items()}
+        found = {family: slowdown * more.get(family, 1.0) for family, slowdown in self.slowdowns.items()}
+        apart = (own for own in profile.operators if LIKE.get(own) in found)  # with curves of their own
+        return {**{own: found[LIKE[own]] for own in apart}, **found}
 
 
 def _slower(curve: OperatorCurve, family: str, times: float) -> OperatorCurve:
