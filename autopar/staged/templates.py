@@ -29,6 +29,7 @@ from autopar.staged.looks import NEVER, Looks
 from autopar.staged.ways import Int64Array, Setting, StageStrategy
 from autopar.tunables import (
     FEW_DEVICES,
+    LESS_EACH,
     LIKELY_STAGES,
     MOST_SAMPLES,
     NEAR_ESTIMATE,
@@ -77,16 +78,19 @@ class StageTemplates:
         return is_open and self.mesh.num_devices >= FEW_DEVICES and not layered.shares_cores
 
     def _estimates(self) -> list[Estimated]:
-        """Those that fit. More samples a microbatch are looked at as long as they gain something."""
+        """Those that fit. More samples a microbatch are looked at as long as they gain something, or each takes less
+        where it is too slow: what launches bind with one may be the best with four."""
         found = list[Estimated]()
         for tp in divisors(self.mesh.devices_per_node):
             best_ns, self._least_of_tp = self.best_ns, NEVER
             for samples in (count for count in divisors(self.layered.batch) if count <= MOST_SAMPLES):
-                here = [*self._of_microbatch(tp, samples)]
+                before, here = self._least_of_tp, [*self._of_microbatch(tp, samples)]
                 found += here
-                if min((one.step_ns for one in here), default=best_ns) >= best_ns:
+                here_ns = min((one.step_ns for one in here), default=NEVER)
+                is_slow = self._least_of_tp > NEAR_ESTIMATE * self.best_ns
+                if here_ns >= best_ns and not (is_slow and self._least_of_tp <= LESS_EACH * before):
                     break
-                best_ns = min(one.step_ns for one in here)
+                best_ns = min(best_ns, here_ns)
             if NEVER > self._least_of_tp > NEAR_ESTIMATE * self.best_ns:
                 break  # more ranks send more
         return found
