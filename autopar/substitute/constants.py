@@ -1,4 +1,4 @@
-"""The values of a graph's constants, where they are small, or alike in what they are large in: see `seen`.
+"""The values of a graph's constants, where they are small, or alike in what they are large in: see `intervals`.
 
     full, ones, zeros             → one number, expanded
     comparisons of positions      → intervals of columns (`Intervals`), by way of outer sums (`Outer`)
@@ -21,7 +21,7 @@ from torch import Tensor
 from autopar.ir.graph import Graph, Node, Ref, needed
 from autopar.ir.structure import OWN_BACKWARD, constant_tensors
 from autopar.ops import overload, run
-from autopar.substitute.seen import (
+from autopar.substitute.intervals import (
     TURNED,
     Intervals,
     Outer,

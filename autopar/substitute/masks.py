@@ -18,7 +18,7 @@ from torch import Tensor
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Node, Ref, found_once, needed, with_nodes
 from autopar.substitute.constants import Constants, Value
-from autopar.substitute.seen import Intervals
+from autopar.substitute.intervals import Intervals
 
 RULE = "causal-mask"
 STATEMENT = "attention(q, k, v, mask) => causal attention(q, k, v) where mask is the lower triangle"
