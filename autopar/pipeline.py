@@ -55,7 +55,7 @@ from autopar.planned_part import (
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Ended, Report, reporting_passes
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
-from autopar.rewrites import graph_of, under_routing
+from autopar.rewrites import graph_of, under_routing, with_causal_attention
 from autopar.running import checked_runs, running
 from autopar.shapes import under_plan
 from autopar.simulate import Timeline, predict
@@ -197,6 +197,7 @@ def planned_jointly(
 
     Raises like `parallelize`.
     """
+    graph, causal = with_causal_attention(graph, request.constraints)
     graph, told, rules = with_contexts(graph, request.constraints)
     request = replace(request, constraints=(*request.constraints, *rules))
     if not told and request.mesh.is_homogeneous and longest_sequence(graph) >= LONG_SEQUENCE:
@@ -204,7 +205,7 @@ def planned_jointly(
         graph, ways = by_price(graph, request)
         told = (*told, *ways)
     graph, plan = search(PASSES, graph, Context(request, progress, ended or reporting_passes(progress)))
-    return graph, replace(plan, substitutions=(*told, *plan.substitutions))
+    return graph, replace(plan, substitutions=(*causal, *told, *plan.substitutions))
 
 
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:

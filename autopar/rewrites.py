@@ -9,13 +9,13 @@ what that is worth shows only where they are sharded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.cost.memory import optimizer_of
 from autopar.errors import PlanError
+from autopar.ir.constraint import Constraint
 from autopar.ir.exchange_table import EVERY_WAY, FLAT, MOST_CHUNKS, ExchangeTable, ExchangeWay
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Substitution
@@ -62,33 +62,21 @@ def rewrites(graph: Graph, request: Request) -> Rewrites:
     if request.mode == "train" and not optimizer_of(request.optimizer).is_elementwise:
         pinned |= {item.tensor for item in graph.parameters}
     pricer = Pricer(_profile(request), request.mode == "train")
-    plainer, masks = _without_masks(graph, pricer, pinned)
-    searches = [_search(plainer, request, pinned)]
+    searches = [_search(graph, request, pinned)]
     found = [*searches[0].candidates]
-    share = _share(plainer, request.mesh.num_devices)
+    share = _share(graph, request.mesh.num_devices)
     if share is not None:
         searches.append(_search(share, request, pinned))
-        found += _on_whole(plainer, searches[1].best, pricer)
+        found += _on_whole(graph, searches[1].best, pricer)
     distinct = {candidate.graph.fingerprint: candidate for candidate in reversed(found)}
     distinct.pop(graph.fingerprint, None)
     ordered = sorted(distinct.values(), key=lambda candidate: candidate.cost_ns)
     return Rewrites(
-        tuple(replace(candidate, steps=(*masks, *candidate.steps)) for candidate in ordered),
+        tuple(ordered),
         pricer(lifted(graph)),
         sum(search.seen for search in searches),
         "; ".join(dict.fromkeys(part for search in searches for part in search.stop.split("; "))),
     )
-
-
-def _without_masks(graph: Graph, pricer: Pricer, pinned: set[str]) -> tuple[Graph, tuple[Substitution, ...]]:
-    """The graph whose attention operators know that they are causal, and the substitution that says so."""
-    names = [name for name in under_causal_masks(graph) if pinned.isdisjoint(graph.node_by_name[name].results)]
-    if not names:
-        return graph, ()
-    plainer = without_masks(graph, names)
-    modules = tuple(graph.node_by_name[name].scope.module for name in names)
-    gain_ns = pricer(lifted(graph)) - pricer(lifted(plainer))
-    return plainer, (Substitution(RULE, STATEMENT, "proved", "", modules, tuple(names), {}, gain_ns),)
 
 
 def _profile(request: Request) -> Profile:
@@ -128,6 +116,17 @@ def _on_whole(graph: Graph, found: GraphCandidate, pricer: Pricer) -> list[Graph
         whole = _replayed(graph, found.steps)
         return [GraphCandidate(whole, found.steps, pricer(lifted(whole)))]
     return []
+
+
+def with_causal_attention(graph: Graph, constraints: Sequence[Constraint]) -> tuple[Graph, tuple[Substitution, ...]]:
+    """The graph whose attention operators know that they are causal, and the substitution that says so, if any: of all
+    that a search finds, so that none is chosen for masks that nobody has to read. What constraints speak of stays."""
+    pinned = pinned_tensors(graph, constraints)
+    names = tuple(name for name in under_causal_masks(graph) if pinned.isdisjoint(graph.node_by_name[name].results))
+    if not names:
+        return graph, ()
+    modules = tuple(graph.node_by_name[name].scope.module for name in names)
+    return without_masks(graph, names), (Substitution(RULE, STATEMENT, "proved", "", modules, names, {}),)
 
 
 def in_chunks(graph: Graph, chunks: int) -> tuple[Graph, tuple[Substitution, ...]]:

@@ -88,6 +88,9 @@ compute much again; doubled, those of many, of which each is less efficient, end
 HOPED = 0.95
 """A logical shape is looked at in other numbers of microbatches, and its best traded against memory, where so much of
 what it is likely to take is less than the best. At 1, what relieves memory cheaply is missed; at 0.9, most are."""
+LESS_EACH = 0.97
+"""More samples a microbatch are looked at while templates are too slow, but take no more than so many times as long for
+each. At 1, what no number of samples makes faster is solved again and again; at 0.9, what launches bind is missed."""
 MOST_SAMPLES = 4
 """Of a microbatch on a rank, up to which templates of several stages are estimated. Doubled, small models are looked at
 in larger microbatches, a problem for each; halved, what larger products gain is missed."""

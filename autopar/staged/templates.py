@@ -30,6 +30,7 @@ from autopar.staged.looks import NEVER, Looks
 from autopar.staged.ways import Int64Array, Setting, StageStrategy
 from autopar.tunables import (
     FEW_DEVICES,
+    LESS_EACH,
     LIKELY_STAGES,
     MOST_SAMPLES,
     NEAR_ESTIMATE,
@@ -108,16 +109,16 @@ class StageTemplates:
         return found
 
     def _of_shape(self, tp: int, ep: int, sharing: tuple[str, ...]) -> list[Estimated]:
-        """More samples a microbatch are looked at as long as they gain something."""
+        """More samples a microbatch are looked at as long as they gain something, or each takes less where it is too
+        slow: what launches bind with one may be the best with four."""
         found, best_ns = list[Estimated](), NEVER
         for samples in (count for count in divisors(self.layered.batch) if count <= MOST_SAMPLES):
-            here = [*self._of_microbatch(tp, ep, sharing, samples)]
+            before, here = self._least_of_tp, [*self._of_microbatch(tp, ep, sharing, samples)]
             found += here
-            if not here and self._is_slow and samples == 1:
-                continue  # larger products may be fast enough
-            if min((one.step_ns for one in here), default=best_ns) >= best_ns:
+            here_ns = min((one.step_ns for one in here), default=NEVER)
+            if here_ns >= best_ns and not (self._is_slow and self._least_of_tp <= LESS_EACH * before):
                 break
-            best_ns = min(one.step_ns for one in here)
+            best_ns = min(best_ns, here_ns)
         return found
 
     def _of_microbatch(self, tp: int, ep: int, sharing: tuple[str, ...], samples: int) -> Iterator[Estimated]:

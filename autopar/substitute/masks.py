@@ -2,44 +2,40 @@
 
     attention(q, k, v, mask) → causal attention(q, k, v)      where mask = lower triangle, and as many keys as queries
 
-No algebra says so: the mask depends on no input and no parameter, and is computed here, whole. Masks of numbers that
-are added to the scores count as causal where they are 0 for what may be seen and at most half of the dtype's least
-number elsewhere: after the softmax that is exactly nothing.
+No algebra says so: the mask depends on no input and no parameter, and its value is found here, of long sequences by
+counting (`constants`). Masks of numbers that are added to the scores count as causal where they are 0 for what may be
+seen and at most half of the dtype's least number elsewhere: after the softmax that is exactly nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from autopar.errors import PlanError
-from autopar.ir.graph import Graph, Node, Ref, needed, with_nodes
-from autopar.ir.structure import OWN_BACKWARD, constant_tensors
-from autopar.ops import run
+from autopar.ir.graph import Graph, Node, Ref, found_once, needed, with_nodes
+from autopar.substitute.constants import Constants, Value
+from autopar.substitute.intervals import Intervals
 
 RULE = "causal-mask"
 STATEMENT = "attention(q, k, v, mask) => causal attention(q, k, v) where mask is the lower triangle"
 ATTENTION = "aten.scaled_dot_product_attention.default"
-MOST_ELEMENTS = 1 << 27
-"""Larger masks are left alone."""
 
 
+@found_once
 def under_causal_masks(graph: Graph) -> tuple[str, ...]:
-    """The names of the attention operators whose mask is the causal one."""
-    masked = [node for node in graph.nodes if node.op == ATTENTION and _mask(node) is not None]
+    """The names of the attention operators whose mask is the causal one, the same for every sample and head."""
+    masked = [
+        node for node in graph.nodes if node.op == ATTENTION and _mask(node) is not None and _is_square(graph, node)
+    ]
     if not masked:
         return ()
-    constants = constant_tensors(graph)
-    known: dict[str, bool] = {}
-    for node in masked:
-        mask = _mask(node)
-        assert mask is not None
-        if mask not in known:
-            known[mask] = mask in constants and _is_causal(graph, mask)
-    return tuple(node.name for node in masked if known[_mask(node) or ""] and _is_square(graph, node))
+    constants = Constants(graph)
+    is_causal = {name: _is_causal(constants[name]) for name in {_mask(node) or "": None for node in masked}}
+    return tuple(node.name for node in masked if is_causal[_mask(node) or ""])
 
 
 def without_masks(graph: Graph, names: Sequence[str]) -> Graph:
@@ -74,16 +70,13 @@ def _causal(node: Node) -> Node:
     return replace(node, args=(*node.args[:3], None, dropout, True), kwargs=kwargs)
 
 
-def _is_causal(graph: Graph, name: str) -> bool:
-    """Whether a constant is the lower triangle, the same for every sample and head."""
-    shape = graph.tensors[name].shape
-    if len(shape) < 2 or shape[-1] != shape[-2] or shape[-1] ** 2 > MOST_ELEMENTS:
-        return False
-    value = _computed(graph, name)
-    return value is not None and all(_is_triangle(part) for part in _distinct(value))
+def _is_causal(mask: Value) -> bool:
+    if isinstance(mask, Tensor):
+        return mask.dim() > 1 and all(map(_is_triangle, _distinct(mask)))
+    return isinstance(mask, Intervals) and mask.is_causal
 
 
-def _distinct(mask: torch.Tensor) -> Iterable[torch.Tensor]:
+def _distinct(mask: Tensor) -> Iterable[Tensor]:
     """The matrices of a stack, without those that are others' by expansion."""
     for dim in range(mask.dim() - 2):
         if mask.stride(dim) == 0:
@@ -91,27 +84,11 @@ def _distinct(mask: torch.Tensor) -> Iterable[torch.Tensor]:
     return mask.reshape(-1, *mask.shape[-2:])
 
 
-def _is_triangle(mask: torch.Tensor) -> bool:
+def _is_triangle(mask: Tensor) -> bool:
     seen = torch.ones(mask.shape, dtype=torch.bool).tril()
     if mask.dtype == torch.bool:
         return bool(torch.equal(mask, seen))
-    if not mask.dtype.is_floating_point:
+    if not mask.dtype.is_floating_point or mask.shape[-1] != mask.shape[-2]:
         return False
     hidden = mask[~seen]
     return bool((mask[seen] == 0).all() and (hidden <= torch.finfo(mask.dtype).min / 2).all())
-
-
-def _computed(graph: Graph, name: str) -> torch.Tensor | None:
-    """The value of a constant; None where it cannot be computed here, or is too large on the way."""
-    values: dict[str, Any] = dict(graph.values)
-    for node in needed(graph.nodes, {name}):
-        if any(
-            graph.tensors[result].num_elements > MOST_ELEMENTS for result in node.results if "expand" not in node.op
-        ):
-            return None
-        if node.op in OWN_BACKWARD or any(operand not in values for operand in node.operands):
-            return None
-        results = zip(node.outputs, run(node, values.__getitem__, "cpu"), strict=True)
-        values.update((one, value) for one, value in results if one is not None)
-    found: torch.Tensor | None = values.get(name)
-    return found
