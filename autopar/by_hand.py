@@ -20,7 +20,7 @@ from autopar.odds import with_odds
 from autopar.planning import Place, divided, fit_or_refuse_over
 from autopar.profiler import load_profile, profiles_of
 from autopar.request import BUDGETS, Request, memory_limit_of
-from autopar.rewrites import any_way, by_load, by_slices, in_chunks, with_causal_attention, with_slices
+from autopar.rewrites import any_way, by_load, by_slices, in_chunks, with_slices
 from autopar.shares import SharedBatch
 from autopar.staging import checked_sizes, cut, even_sizes, stages_of_sizes
 from autopar.step import simulated_again, with_simulator
@@ -54,10 +54,9 @@ def template_of_graph(
     check_alone(mesh, hsdp, ep)
     check_slices(experts, dp // ep, exchange)
     check_context(mesh, cp, context)
-    graph, told = with_causal_attention(graph, constraints)
-    graph, cut_too = for_sequences(graph, ring=context == "ring") if cp > 1 else (graph, ())
+    graph, told = for_sequences(graph, ring=context == "ring") if cp > 1 else (graph, ())
     graph, in_parts = in_chunks(graph, exchange_chunks)
-    told = (*told, *cut_too, *in_parts)
+    told = (*told, *in_parts)
     graph, in_slices = with_slices(graph, experts)
     told = (*told, *(in_slices if experts != ADAPTIVE else ()))
     given, is_adaptive = graph, exchange == ADAPTIVE and ep > 1

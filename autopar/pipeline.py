@@ -283,6 +283,7 @@ def template_plan(
     against_eager = _checked_against_eager(graph, *given) if check else _NOT_ASKED
     graph = _trace(*given, is_part=True) if part else graph
     graph, steps = under_routing(graph, routing, optimizer)
+    graph, causal = with_causal_attention(graph, ())
     plan = template_of_graph(
         graph, mesh, dp=dp, tp=tp, pp=pp,
         microbatches=microbatches, schedule=schedule, chunks=chunks, layers=layers, sequence_parallel=sequence_parallel,
@@ -290,7 +291,7 @@ def template_plan(
         experts=experts, recompute=recompute, split=split, mode=mode, optimizer=optimizer,
         precision=precision, memory_limit=memory_limit,
     )  # fmt: skip
-    steps += plan.substitutions
+    steps += (*causal, *plan.substitutions)
     return replace(plan, routing=routing, substitutions=steps, checked_against_eager=against_eager)
 
 
