@@ -40,17 +40,39 @@ class Structure:
 
     @classmethod
     def of(cls, model: nn.Module, example_inputs: Any) -> Structure:
-        """As forward returns it on the meta device, where nothing is computed."""
-        stored = {name: x.to("meta") for name, x in (*model.named_parameters(), *model.named_buffers())}
-        given = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), example_inputs)
-        args, kwargs = ((), given) if isinstance(given, dict) else (given if isinstance(given, tuple) else (given,), {})
-        with torch.no_grad():
-            result = torch.func.functional_call(model, stored, args, kwargs)
+        """As forward returns it on the meta device, where nothing is computed; of a forward that reads numbers there,
+        as it returns it on the example inputs. Raises PlanError where the model has no numbers either."""
+        stored = {name: x.detach() for name, x in (*model.named_parameters(), *model.named_buffers())}
+        try:
+            result = _called(
+                model, *(pytree.tree_map_only(torch.Tensor, _on_meta, it) for it in (stored, example_inputs))
+            )
+        except (RuntimeError, NotImplementedError) as error:
+            if any(x.is_meta for x in pytree.tree_leaves((stored, example_inputs)) if isinstance(x, torch.Tensor)):
+                raise PlanError(
+                    "expected a part whose forward reads no numbers while it is on the meta device, found one that does"
+                    f" ({error}); give the part its weights, or example inputs that are on a device"
+                ) from error
+            with torch.random.fork_rng(devices=[]):
+                result = _called(model, {name: x.clone() for name, x in stored.items()}, example_inputs)
         return cls(pytree.tree_structure(result))
 
     def restored(self, tensors: Sequence[Any]) -> Any:
         """A result of these tensors."""
         return pytree.tree_unflatten(list(tensors), self.spec)
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("meta")
+
+
+def _called(model: nn.Module, stored: Mapping[str, torch.Tensor], inputs: Any) -> Any:
+    """What forward returns with other weights and buffers in the place of the model's, without gradients."""
+    args, kwargs = (
+        ((), inputs) if isinstance(inputs, dict) else (inputs if isinstance(inputs, tuple) else (inputs,), {})
+    )
+    with torch.no_grad():
+        return torch.func.functional_call(model, dict(stored), args, kwargs)
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:

@@ -59,8 +59,9 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether it is a tensor of memory of its own, not a fake one of tracing."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" and tensor.layout == torch.strided
+    """Whether it is a tensor of memory of its own, not a fake one of tracing, nor one around others of `torch.func`."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return is_plain and tensor.device.type == "cpu" and tensor.layout == torch.strided
 
 
 def track(work: Callable[[], object], but: Iterable[int] = ()) -> Lifetimes:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autopar import runtime as rt
-from autopar.runtime.lowering.experts import grouped_mm, grouped_product
+from autopar.runtime.lowering.grouped import grouped_mm, grouped_product
 from autopar.runtime.lowering.parts import (
     AttentionPart,
     PartCall,
