@@ -27,7 +27,7 @@ import transformers
 
 import autopar
 from autopar.ir.plan import Plan
-from autopar.pipeline import planned
+from autopar.pipeline import planned_jointly
 from autopar.request import BUDGETS, Request
 from autopar.trace import trace
 from benchmarks.facts import facts, write_record
@@ -101,7 +101,7 @@ REQUESTS: Mapping[str, Callable[[], Asked]] = {
 def plan_of(name: str, search: str) -> Plan:
     """What is found in this process."""
     model, inputs, mesh, optimizer = REQUESTS[name]()
-    return planned(trace(model, inputs), Request(mesh, "train", optimizer, None, (), BUDGETS[search]))
+    return planned_jointly(trace(model, inputs), Request(mesh, "train", optimizer, None, (), BUDGETS[search]))[1]
 
 
 @contextmanager
