@@ -116,7 +116,7 @@ the batch divides by others than powers of two. Doubled, twice as many solves, w
 RUNNERS_UP = 2
 """Other borders between stages that are kept of each setting, for when it is the best when simulated. Each is one more
 plan to simulate, of the best settings alone."""
-PEAK_SLACK = 1.03
+PEAK_SLACK = 1.0
 """Estimated peaks are mostly too high, by up to a tenth: what is estimated so little above the limit is tried. At 1,
 plans that fit are left out; at 1.06, more is simulated that does not."""
 CORE_STEPS = 100

@@ -59,7 +59,9 @@ class Schedule:
     makes_rounds: microbatches go round the submeshes in equal rounds. has_chunks: a submesh has several stages in turn;
     num_chunks: so many, if it must be. turns_back: every other round of stages is from the last submesh to the first.
     splits_backward: gradients of stored tensors come later than those of what was received; what is recomputed would be
-    so for each part, so that nothing may be.
+    so for each part, so that nothing may be. awaited: of tensors on their way between stages, one after the other, for
+    how many a step stands still where each is received from the begin of the pass before (`runtime.arrivals`); by
+    submeshes, microbatches and chunks; None where that is not known, and may be all.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Schedule:
     turns_back: bool = False
     splits_backward: bool = False
     waiting: Callable[[int, int, int, int], int] = lambda left, microbatches, chunks, submeshes: 0
+    awaited: Callable[[int, int, int], int] | None = None
 
     def in_turn(self, submeshes: Sequence[_Submesh], chunks: int) -> list[_Submesh]:
         """Of each stage the submesh, when each has so many stages."""
@@ -267,7 +270,10 @@ SCHEDULES: dict[str, Schedule] = {
     for row in (
         Schedule("gpipe", _gpipe, lambda left, m, c, p: m, _plain_bubble),
         Schedule("1f1b", _1f1b, lambda left, m, c, p: min(left, m), _plain_bubble),
-        Schedule("interleaved", _interleaved, _chunks_in_flight, _plain_bubble, makes_rounds=True, has_chunks=True),
+        Schedule(
+            "interleaved", _interleaved, _chunks_in_flight, _plain_bubble, makes_rounds=True, has_chunks=True,
+            awaited=lambda p, m, c: 2 * (p * c - 1),
+        ),
         Schedule(
             "zero_bubble", _zero_bubble, lambda left, m, c, p: min(p, m), _hidden_bubble,
             makes_rounds=True, splits_backward=True, waiting=_waiting,
@@ -275,10 +281,12 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule(
             "interleaved_zero_bubble", _zero_bubble, _chunks_ahead, _hidden_bubble,
             makes_rounds=True, has_chunks=True, splits_backward=True, waiting=_waiting,
+            awaited=lambda p, m, c: p * c + 3 * p - 4,
         ),
         Schedule(
             "zero_bubble_v", _zero_bubble_v, _v_in_flight, _v_bubble,
             has_chunks=True, num_chunks=2, turns_back=True, splits_backward=True, waiting=_v_waiting,
+            awaited=lambda p, m, c: 5 * p - 6,
         ),
     )
 }  # fmt: skip

@@ -314,7 +314,8 @@ class LayerCost(NamedTuple):
 
     forward_ns, backward_ns: of a microbatch, where none is the first or the last, beside a layer during which its
     parameters were gathered. receive_ns: of a microbatch, to fetch what crosses the border before the layer, to send
-    its gradient back, and to wait for parameters that no layer before hides. reduce_ns: a step, gathering parameters
+    its gradient back, and to wait for parameters that no layer before hides; of that, travel_ns between stages, during
+    which a rank may make other passes. reduce_ns: a step, gathering parameters
     and summing gradients over ranks, which up to `hide_ns` of passes can run beside. last_ns: by how much the last
     microbatch's backward pass is longer, as few buckets of gradients are on their way at a time. optimizer_ns: a step,
     with what is packed and cast when it begins.
@@ -332,6 +333,7 @@ class LayerCost(NamedTuple):
     forward_ns: int
     backward_ns: int
     receive_ns: int
+    travel_ns: int
     reduce_ns: int
     hide_ns: int
     last_ns: int
@@ -362,7 +364,7 @@ def layer_costs(
     players = simulator.stages(plan)
     transfers = find_transfers(graph, plan, players, profiles)
     costs = [
-        _cost(player, plan.microbatches, _crossing_ns(transfers, number), constants_once)
+        _cost(player, plan.microbatches, *_crossing_ns(transfers, number), constants_once)
         for number, player in enumerate(players)
     ]
     if not (splits and trains and len(plan.stages) > 1):
@@ -371,7 +373,7 @@ def layer_costs(
     return [_with_two_parts(cost, player) for cost, player in zip(costs, in_two, strict=True)]
 
 
-def _crossing_ns(transfers: Transfers, border: int) -> int:
+def _crossing_ns(transfers: Transfers, border: int) -> tuple[int, int]:
     """What is sent over the border before a stage, each tensor once a direction, and what that takes of its ranks."""
     found: dict[tuple[str, ...], int] = {}
     for (source, direction), sent in transfers.sent.items():
@@ -380,10 +382,12 @@ def _crossing_ns(transfers: Transfers, border: int) -> int:
             if first < border <= last:
                 found[(direction, *transfer.names)] = transfer.duration_ns
     around = [transfers.around_ns(Turn(border, name, 0)) for name in (FORWARD, BACKWARD) if border]
-    return sum(found.values()) + sum(around)
+    return sum(found.values()), sum(around)
 
 
-def _cost(player: PartedStage, microbatches: int, receive_ns: int, constants_once: bool) -> LayerCost:
+def _cost(
+    player: PartedStage, microbatches: int, travel_ns: int, around_ns: int, constants_once: bool
+) -> LayerCost:  # fmt: skip
     """Plays a step of at most three microbatches: the first, one of those between, and the last."""
     alone, trains = _Alone(player), player.variants.trains
     count = min(microbatches, 3)
@@ -406,7 +410,8 @@ def _cost(player: PartedStage, microbatches: int, receive_ns: int, constants_onc
     return LayerCost(
         forward_ns=forward_ns,
         backward_ns=sum(backward_ns),
-        receive_ns=receive_ns + max(0, sum(done.length_ns for done in (one, *back)) - length),
+        receive_ns=travel_ns + around_ns + max(0, sum(done.length_ns for done in (one, *back)) - length),
+        travel_ns=travel_ns,
         reduce_ns=_link_ns([begin]) + _link_ns(backward[-1:]) - _link_ns(back),
         hide_ns=max(0, length + last_ns - busy),
         last_ns=last_ns,

@@ -34,7 +34,7 @@ class ModelEnds:
             before, after = max(0, values[0] - first), max(0, values[-1] - last)
             if name in ("workspace_bytes", "most_travelling_bytes"):  # of a stage the largest
                 before, after = values[0], values[-1]
-            elif name == "receive_ns":  # of a stage that of its first layer
+            elif name in ("receive_ns", "travel_ns"):  # of a stage that of its first layer
                 before, after = 0, last
             found[name] = np.array([before, first, *values[1:-1], last, after])
         return replace(kind, **found)

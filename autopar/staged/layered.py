@@ -263,6 +263,7 @@ class Layered:
             num_devices=setting.num_devices,
             time_ns=columns["forward_ns"] + columns["backward_ns"],
             receive_ns=columns["receive_ns"],
+            travel_ns=columns["travel_ns"],
             once_ns=columns["optimizer_ns"],
             reduce_ns=columns["reduce_ns"],
             hide_ns=columns["hide_ns"],

@@ -46,9 +46,16 @@ class StagedSearch:
         self.looks = Looks(layered, self.known_ns) if looks is None else looks.bounded(self.known_ns)
         self.counts = Counts(layered)
         self.admitted = layered.admitted
-        self._likely_spread = 0  # microbatches times devices of a submesh, of what was likely to be the best
+        self._likely_spread = self._spread_of_known()
         self.stop_reason = "all settings"
         self.clock = Clock.of(self.request.budget.seconds)
+
+    def _spread_of_known(self) -> int:
+        """Microbatches times devices of a submesh, of what is likely to be the best so far; none where nothing is."""
+        known = [
+            (look.likely_ns, setting.microbatches * setting.num_devices) for setting, look in self.looks.known.items()
+        ]
+        return min(known, default=(NEVER, 0))[1]
 
     @cached_property
     def shapes(self) -> list[tuple[int, LogicalMesh]]:

@@ -178,14 +178,18 @@ def chunked_estimate(
 ) -> tuple[int, int, int]:
     """Step time and peak of chunks in turn; and l, of the step.
 
-    T = max (B · t + e) + b · c · r + w + l   with t, e of a submesh; b the schedule's bubble (interleaved: (P − 1) / c,
-    Megatron-LM, SC'21, section 2.2.2) in passes of c chunks, each as long as most are in the longest round, r; w what
+    T = max (B · t + e) + b · c · r + a · x + w + l   with t, e of a submesh; b the schedule's bubble (interleaved:
+    (P − 1) / c, Megatron-LM, SC'21, section 2.2.2) in passes of c chunks, each as long as most are in the longest
+    round, r; a how many tensors on their way between stages are waited for, one after the other, each for x, which
+    others travel while a pass is made; w what
     is waited for where rounds of forward passes meet longer ones of backward passes: for each P microbatches, about a
     quarter of the difference on each submesh; and l by how much the last microbatch's backward passes are longer: one
     waits for the other through all stages, but for what a round has more microbatches than submeshes.
     """
     row, of = SCHEDULES[schedule], _Rounds(chunk_of_layer, stages, chunks, SCHEDULES[schedule].turns_back)
     times = of.sums(kind.time_ns + (kind.split_ns if row.splits_backward else 0)) + of.firsts(kind.receive_ns)
+    hidden = np.minimum(of.firsts(kind.travel_ns), of.sums(kind.time_ns) // 2) * (row.awaited is not None)
+    times -= hidden
     exposed = np.maximum(0, of.sums(kind.reduce_ns - kind.hide_ns).sum(axis=0))
     busiest = (microbatches * times.sum(axis=0) + of.sums(kind.once_ns).sum(axis=0) + exposed).max()
     rounds = np.sort(times, axis=1)[:, (stages - 1) // 2]
@@ -193,7 +197,8 @@ def chunked_estimate(
     meeting = microbatches // stages * stages * int(np.abs(rounds - rounds[::-1]).sum()) // 8
     slack = max(0, microbatches_a_round(schedule, microbatches, stages) - stages) if row.makes_rounds else 0
     last = int(np.maximum(0, of.sums(kind.last_ns).sum(axis=1) - slack * rounds).sum())
-    return int(busiest) + int(filling) + meeting + last, _chunked_peak(kind, of, row, microbatches), last
+    awaited = row.awaited(stages, microbatches, chunks) * int(hidden.max()) // 2 if row.awaited is not None else 0
+    return int(busiest) + int(filling) + awaited + meeting + last, _chunked_peak(kind, of, row, microbatches), last
 
 
 def _chunked_peak(kind: StageKind, of: _Rounds, row: Schedule, microbatches: int) -> int:
