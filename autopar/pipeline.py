@@ -242,9 +242,9 @@ def template_plan(
     Of pp=1 on devices of several kinds, split says in the same way how many rows of a batch each rank of dp gets.
     schedule: "gpipe" (all forward, then all backward), "1f1b" (as few microbatches in flight as
     keep the stages busy), "interleaved" (1f1b with `chunks` stages a submesh, in turn), "zero_bubble" (1f1b whose
-    gradients of parameters are made later than those that earlier stages wait for), "interleaved_zero_bubble" (both) or
-    "zero_bubble_v" (two stages a submesh, the second ones from the last submesh to the first). microbatches: the global
-    batch is cut into so many, each split over dp.
+    gradients of parameters are made later than those that earlier stages wait for), "interleaved_zero_bubble" (both),
+    "zero_bubble_v" (two stages a submesh, the second ones from the last submesh to the first) or "dualpipev" (the same,
+    with most backward passes in one part). microbatches: the global batch is cut into so many, each split over dp.
     zero: what data-parallel ranks hold in shards (ZeRO 0 to 3); hsdp: among how many neighbours of them, which divides
     dp, with a copy for each such group: gradients are reduce-scattered inside and all-reduced across. 1: among all.
     cp: among how many ranks sequences are split (context parallelism): what is made of positions, which are dim 1 of

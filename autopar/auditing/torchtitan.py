@@ -12,8 +12,8 @@ from autopar.auditing.values import toml_values
 FORM = "toml"
 SCHEDULES = {"1F1B": "1f1b", "GPipe": "gpipe", "Interleaved1F1B": "interleaved", "LoopedBFS": "interleaved",
              "InterleavedZeroBubble": "interleaved_zero_bubble", "ZBVZeroBubble": "zero_bubble_v",
-             "DualPipeV": "zero_bubble_v"}  # fmt: skip
-_OTHER_SCHEDULES = ("LoopedBFS", "DualPipeV")
+             "DualPipeV": "dualpipev"}  # fmt: skip
+_OTHER_SCHEDULES = ("LoopedBFS",)
 _P = "parallelism."
 
 KNOWN = [

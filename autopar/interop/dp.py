@@ -51,8 +51,8 @@ class StageKind:
     """What each layer costs on one kind of submesh, used in one way. Times in ns, memory in bytes a device.
 
     All arrays have an entry a layer. time_ns: forward and backward of a microbatch. receive_ns: what a stage that
-    begins at the layer waits for its tensors and for sending their gradients back, a microbatch; of that, travel_ns while
-    they are on their way, which other passes may hide. once_ns: a step.
+    begins at the layer waits for its tensors and for sending their gradients back, a microbatch; of that, travel_ns
+    while they are on their way, which other passes may hide. once_ns: a step.
     reduce_ns: gradient sums a step, of which `hide_ns` can run beside the last backward pass; last_ns: by how much that
     is longer than others. begin_bytes: before the first pass, at most. gradient_bytes: of what stays, that which is
     there from the first backward pass on. travelling_bytes: beside what stays, of all layers of a stage, but no more

@@ -16,6 +16,9 @@ On submesh p of P, with m microbatches and c chunks (stages) a submesh:
 | interleaved_zero_bubble | the same over the submesh's chunks in turn                                   | ~P·c chunks |
 | zero_bubble_v           | two chunks, in a V: the second ones in turn from the last submesh to the     | 2·P chunks  |
 |                         | first, so that the loss comes where microbatches come in (ZB-V)              |             |
+| dualpipev               | the same two chunks; between the ends, forward passes of one and backward    | 2·P + 1     |
+|                         | passes of the other in pairs, each backward pass in one part (DualPipeV, of  | chunks      |
+|                         | DeepSeek-V3's DualPipe, arXiv:2412.19437)                                    |             |
 
 The orders are those of `torch.distributed.pipelining`, whose classes `runtime.scheduled` names. A new schedule is a row
 here and its class there: nothing else asks for a schedule's name. What it is asked for is in the row.
@@ -25,9 +28,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import TypeVar
 
 from autopar.errors import PlanError
@@ -59,9 +63,10 @@ class Schedule:
     makes_rounds: microbatches go round the submeshes in equal rounds. has_chunks: a submesh has several stages in turn;
     num_chunks: so many, if it must be. turns_back: every other round of stages is from the last submesh to the first.
     splits_backward: gradients of stored tensors come later than those of what was received; what is recomputed would be
-    so for each part, so that nothing may be. awaited: of tensors on their way between stages, one after the other, for
-    how many a step stands still where each is received from the begin of the pass before (`runtime.arrivals`); by
-    submeshes, microbatches and chunks; None where that is not known, and may be all.
+    so for each part, so that nothing may be. splits_some: of other backward passes both come at once.
+    fewest: the fewest microbatches that it is made for, by submeshes. awaited: of tensors on their way between stages,
+    one after the other, for how many a step stands still where each is received from the begin of the pass before
+    (`runtime.arrivals`); by submeshes, microbatches and chunks; None where that is not known, and may be all.
     """
 
     name: str
@@ -73,6 +78,8 @@ class Schedule:
     num_chunks: int | None = None
     turns_back: bool = False
     splits_backward: bool = False
+    splits_some: bool = False
+    fewest: Callable[[int], int] = lambda submeshes: 1
     waiting: Callable[[int, int, int, int], int] = lambda left, microbatches, chunks, submeshes: 0
     awaited: Callable[[int, int, int], int] | None = None
 
@@ -84,6 +91,11 @@ class Schedule:
     def allows(self, chunks: int) -> bool:
         """Whether a submesh may have so many stages."""
         return chunks == (self.num_chunks or chunks) if self.has_chunks and chunks > 1 else chunks == 1
+
+    def takes(self, microbatches: int, submeshes: int) -> bool:
+        """Whether so many microbatches may run on so many submeshes."""
+        fits_rounds = not self.makes_rounds or makes_rounds(microbatches, submeshes)
+        return fits_rounds and microbatches >= self.fewest(submeshes)
 
 
 # Orders ----------------------------------------
@@ -98,8 +110,7 @@ def turns(schedule: str, stages_of: Sequence[Sequence[int]], microbatches: int, 
     if not trains:
         return [[Turn(s, FORWARD, m) for m in range(microbatches) for s in stages] for stages in stages_of]
     row = SCHEDULES[PLAIN if len(stages_of) == 1 and len(stages_of[0]) == 1 else schedule]
-    if row.makes_rounds:
-        microbatches_a_round(schedule, microbatches, len(stages_of))
+    check_microbatches(row.name, microbatches, len(stages_of))
     return [row.order(position, len(stages_of), stages, microbatches) for position, stages in enumerate(stages_of)]
 
 
@@ -156,12 +167,40 @@ def _zero_bubble_v(position: int, count: int, stages: Sequence[int], microbatche
     order += [(down, BACKWARD_INPUT), (up, BACKWARD_INPUT)] * position
     order += [(down, BACKWARD_INPUT), (down, BACKWARD_WEIGHT)] * left
     order += [(up, BACKWARD_WEIGHT)] * position + [(down, BACKWARD_WEIGHT)] * position
+    return [turn for turn in _numbered(order, stages) if turn.microbatch < microbatches]
+
+
+def _dualpipev(position: int, count: int, stages: Sequence[int], microbatches: int) -> list[Turn]:
+    """Down the submeshes and up again; while both ways are full, a forward pass of one chunk beside a backward pass of
+    the other.
+
+    Torch has such a pair as one action, whose passes are made one after the other. Backward passes come in two parts
+    where other submeshes would wait for them: the first ones of the way up, and the last ones of both ways.
+    """
+    left, down, up = count - position - 1, 0, 1
+    order = [(down, FORWARD)] * (2 * left) + [(down, FORWARD), (up, FORWARD)] * (position + 1)
+    order += [(up, BACKWARD_INPUT), (up, BACKWARD_WEIGHT), (up, FORWARD)] * left
+    order += [(down, FORWARD), (up, BACKWARD), (up, FORWARD), (down, BACKWARD)] * (microbatches - count - left)
+    order += [(up, BACKWARD), (up, FORWARD), (down, BACKWARD)] * left
+    last = [up, down] * (position + 1)
+    order += [(chunk, BACKWARD) for chunk in last[: position + 1]]
+    in_two = last[position + 1 :]
+    order += [(chunk, BACKWARD_INPUT) for chunk in in_two]
+    in_two += [down] * left
+    for chunk in in_two[:left]:
+        order += [(chunk, BACKWARD_WEIGHT), (down, BACKWARD_INPUT)]
+    return _numbered([*order, *((chunk, BACKWARD_WEIGHT) for chunk in in_two[left:])], stages)
+
+
+def _numbered(order: Sequence[tuple[int, str]], stages: Sequence[int]) -> list[Turn]:
+    """Passes of chunks as those of microbatches, each chunk's in their order; a whole pass is both parts at once."""
     done: Counter[tuple[int, str]] = Counter()
     found = []
     for chunk, direction in order:
-        found.append(Turn(stages[chunk], direction, done[chunk, direction]))
-        done[chunk, direction] += 1
-    return [turn for turn in found if turn.microbatch < microbatches]
+        parts = (BACKWARD_INPUT, BACKWARD_WEIGHT) if direction == BACKWARD else (direction,)
+        found.append(Turn(stages[chunk], direction, done[chunk, parts[0]]))
+        done.update((chunk, part) for part in parts)
+    return found
 
 
 def _visits(microbatches: int, chunks: int, a_round: int) -> list[tuple[int, int]]:
@@ -191,6 +230,19 @@ def makes_rounds(microbatches: int, num_submeshes: int) -> bool:
     return microbatches % num_rounds(microbatches, num_submeshes) == 0
 
 
+def check_microbatches(schedule: str, microbatches: int, num_submeshes: int) -> None:
+    """Raises PlanError where a schedule isn't made for so many microbatches."""
+    row = SCHEDULES[schedule]
+    if row.makes_rounds:
+        microbatches_a_round(schedule, microbatches, num_submeshes)
+    fewest = row.fewest(num_submeshes)
+    if microbatches < fewest:
+        raise PlanError(
+            f"expected at least {fewest} microbatches over {num_submeshes} submeshes with schedule {schedule!r}, found "
+            f"{microbatches}; take more, or another schedule"
+        )
+
+
 def microbatches_a_round(schedule: str, microbatches: int, num_submeshes: int) -> int:
     """Of equal rounds. Raises PlanError where microbatches do not make such."""
     rounds = num_rounds(microbatches, num_submeshes)
@@ -203,6 +255,13 @@ def microbatches_a_round(schedule: str, microbatches: int, num_submeshes: int) -
 
 
 # Memory and time ----------------------------------------
+
+
+@lru_cache(maxsize=1 << 8)
+def num_in_two_parts(schedule: str, stages_of: tuple[tuple[int, ...], ...], microbatches: int) -> Mapping[int, int]:
+    """By stage, of how many microbatches the backward pass comes in two parts. stages_of: as in `turns`."""
+    orders = turns(schedule, stages_of, microbatches, True) if SCHEDULES[schedule].splits_backward else ()
+    return Counter(turn.stage for order in orders for turn in order if turn.direction == BACKWARD_INPUT)
 
 
 def in_flight(schedule: str, remaining: int, microbatches: int, chunks: int = 1, num_submeshes: int = 1) -> int:
@@ -287,6 +346,11 @@ SCHEDULES: dict[str, Schedule] = {
             "zero_bubble_v", _zero_bubble_v, _v_in_flight, _v_bubble,
             has_chunks=True, num_chunks=2, turns_back=True, splits_backward=True, waiting=_v_waiting,
             awaited=lambda p, m, c: 5 * p - 6,
+        ),
+        Schedule(
+            "dualpipev", _dualpipev, lambda left, m, c, p: 2 * p + 1, _v_bubble, has_chunks=True, num_chunks=2,
+            turns_back=True, splits_backward=True, splits_some=True, fewest=lambda submeshes: 2 * submeshes,
+            waiting=lambda left, m, c, p: p - left + 1,
         ),
     )
 }  # fmt: skip

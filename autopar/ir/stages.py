@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph, Node, Tensor, found_once
 from autopar.ir.mesh import MICROBATCH, LogicalMesh
 from autopar.ir.placement import Placement, Type, format_placement
 from autopar.ir.plan import Plan, Stage, Storage
-from autopar.ir.schedule import PLAIN, SCHEDULES, microbatches_a_round
+from autopar.ir.schedule import PLAIN, SCHEDULES, check_microbatches
 from autopar.ir.structure import runs_once
 
 
@@ -165,8 +165,8 @@ def check_schedule(
             f"expected {row.num_chunks} stages on each submesh with schedule {schedule!r}, found "
             f"{len(firsts) // num_submeshes}"
         )
-    if row.makes_rounds:
-        microbatches_a_round(schedule, microbatches, num_submeshes)
+    if len(firsts) > 1:
+        check_microbatches(schedule, microbatches, num_submeshes)
     if row.splits_backward and recompute:
         raise PlanError(
             f'expected no recomputation with schedule "{schedule}", found {len(recompute)} recomputed modules, '

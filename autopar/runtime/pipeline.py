@@ -122,8 +122,8 @@ class PipelineRank(Rank):
         return found
 
     def _run_microbatch_of(self, stage: ScheduledStage, index: int) -> tuple[Any, ...]:
-        results, _, _ = stage.run_forward(index)
-        stage.get_fwd_send_ops(index)
+        results, sent, _ = stage.run_forward(index)
+        stage.send_forward(index, [tensor.detach() for tensor in sent])
         return results
 
     def _join(self, outputs: list[Any]) -> Any:

@@ -1,8 +1,9 @@
 """One stage as the schedules of `torch.distributed.pipelining` call it, and the schedules by name.
 
-A schedule decides when a stage runs forward or backward, and when it sends. What is received may come from any earlier
-stage, in several pieces and placements; so the stage sends by itself when it is asked for the operations, receives by
-itself when its passes begin (`arrivals`), and hands the schedule none to run.
+A schedule decides when a stage runs forward or backward. What is received may come from any earlier stage, in several
+pieces and placements; so the stage receives by itself when its passes begin (`arrivals`), sends by itself when they
+have ended, and hands the schedule no operations to run. Of a forward and a backward pass that torch has as one action,
+the first sends before the second begins: torch would send for both at the end.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import (
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
@@ -37,11 +39,10 @@ class ScheduledStage:
 
     index, count: of the stage; place, num_places: of its submesh. `receives`: its channels; `sends`: those that what it
     makes for later stages leaves by; both by number. loss_position: among what it makes of the model's outputs.
-    `arrivals`: set before each step, by `foresee`. before: the one whose number is one less, if it is on this rank.
+    `arrivals`: set before each step, by `foresee`.
     """
 
     arrivals: Arrivals
-    before: ScheduledStage | None = None
 
     def __init__(
         self, local: Local, index: int, count: int, place: int, num_places: int, transport: Transport,
@@ -70,14 +71,16 @@ class ScheduledStage:
         """Before a step: forgets what one that failed midway has left."""
         self.output_chunks: list[Tensor] = []  # merged by the schedule, for nobody
         self._between: dict[int, tuple[list[Tensor], list[Tensor], list[GradientEdge | None]]] = {}
-        self._sent: dict[int, tuple[Tensor, ...]] = {}
-        self._gradients: dict[int, list[Tensor]] = {}
         self._second: dict[int, Callable[[], None]] = {}
 
     # Forward ----------------------------------------
 
     def get_fwd_recv_ops(self, index: int) -> list[Any]:
         """Nothing: the pass itself asks for what it reads."""
+        return []
+
+    def get_fwd_send_ops(self, index: int) -> list[Any]:
+        """Nothing: the pass itself has sent what it makes."""
         return []
 
     def start_receive(self, direction: str, index: int) -> dict[int, Wait]:
@@ -93,6 +96,12 @@ class ScheduledStage:
 
     def forward_one_chunk(self, index: int, *args: Any, **kwargs: Any) -> Tensor:
         """The forward pass of a microbatch. Returns its loss, or nothing of use where the stage makes none."""
+        output, sent = self._forward_to_train(index)
+        self.send_forward(index, sent)
+        return output
+
+    def _forward_to_train(self, index: int) -> tuple[Tensor, list[Tensor]]:
+        """The pass, with what its backward pass begins and ends at kept. Returns its loss, and what is to be sent."""
         results, sent, received = self.run_forward(index)
         losses = [] if self._loss_position is None else [results[self._loss_position]]
         if any(loss.dim() != 0 for loss in losses):
@@ -103,7 +112,7 @@ class ScheduledStage:
         self.losses += [loss.detach() for loss in losses]
         output = self.losses[-1].view(1) if losses else torch.empty(0)
         self.output_chunks.append(output)
-        return output
+        return output, [tensor.detach() for tensor in sent]
 
     def run_forward(self, index: int) -> tuple[tuple[Any, ...], tuple[Tensor, ...], list[Tensor]]:
         """What the stage makes of the model's outputs, what it leaves for later stages, and what it has received."""
@@ -117,20 +126,21 @@ class ScheduledStage:
             results, sent = self.local.forward(index, (*self._inputs[index], *received))
         finally:
             self.local.end_pass()
-        self._sent[index] = tuple(tensor.detach() for tensor in sent)
         return results, sent, received
 
-    def get_fwd_send_ops(self, index: int) -> list[Any]:
-        """Starts to send what the forward pass has made for later stages."""
-        sent = self._sent.pop(index)
+    def send_forward(self, index: int, sent: Sequence[Tensor]) -> None:
+        """Starts to send what the forward pass has made for later stages, detached."""
         for channel in self._sends:
             self._transport.send(channel, sent[channel.received.position], index, True)
-        return []
 
     # Backward ----------------------------------------
 
     def get_bwd_recv_ops(self, index: int) -> list[Any]:
         """Nothing: the pass itself asks for what it reads."""
+        return []
+
+    def get_bwd_send_ops(self, index: int) -> list[Any]:
+        """Nothing: the pass itself has sent what it makes."""
         return []
 
     def backward_one_chunk(
@@ -140,6 +150,10 @@ class ScheduledStage:
 
         full_backward: False makes the gradients of what was received alone; `backward_weight_one_chunk` makes the rest.
         """
+        self._send_backward(index, self._make_gradients(index, full_backward))
+
+    def _make_gradients(self, index: int, full_backward: bool) -> list[Tensor]:
+        """Returns the gradients of what was received; those that came are given back."""
         arriving = self._begin(BACKWARD, index)
         received, losses, ends = self._between.pop(index)
         roots = [(get_gradient_edge(loss), torch.ones_like(loss)) for loss in losses if loss.requires_grad]
@@ -157,9 +171,10 @@ class ScheduledStage:
             split = SplitBackward(roots, trained, self.local.leaves, self._outlines)
             self._pass(partial(self.local.backward_of_inputs, index, split.first))
             self._second[index] = partial(self.local.backward_of_leaves, index, split.second)
-        self._gradients[index] = [torch.zeros_like(t) if t.grad is None else t.grad for t in received]
+        gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in received]
         for tensor in received:
             tensor.grad = None  # the second part keeps the tensor, and has no use for what is sent
+        return gradients
 
     def backward_weight_one_chunk(self, index: int, last_backward: bool = False) -> None:
         """The second part of a backward pass: the gradients of parameters."""
@@ -185,23 +200,19 @@ class ScheduledStage:
         finally:
             self.local.end_pass()
 
-    def get_bwd_send_ops(self, index: int) -> list[Any]:
+    def _send_backward(self, index: int, gradients: Sequence[Tensor]) -> None:
         """Starts to send the gradients of what the stage has received."""
         channels = [channel for channel in self._receives if _goes_back(channel)]
-        for gradient, channel in zip(self._gradients.pop(index), channels, strict=True):
+        for gradient, channel in zip(gradients, channels, strict=True):
             self._transport.send(channel, gradient, index, False)
-        return []
 
-    # A stage beside the one before it on the same rank, which torch's schedules ask for no operations.
+    # A stage beside the one before it on the same rank.
 
     def set_local_fwd_input(self, output: Any, index: int) -> None:
-        """The stage before has made its pass, and sends."""
-        assert self.before is not None, "torch's schedules ask this of a stage behind another"
-        self.before.get_fwd_send_ops(index)
+        """Nothing: the stage before has sent it."""
 
     def get_local_bwd_output(self, index: int) -> tuple[()]:
-        """Sends the gradients of what the stage has received."""
-        self.get_bwd_send_ops(index)
+        """Nothing: the pass itself has sent it."""
         return ()
 
     def set_local_bwd_input(self, gradients: tuple[()], index: int) -> None:
@@ -253,10 +264,11 @@ _LOOPED: dict[str, Any] = {
     "zero_bubble": ScheduleInterleavedZeroBubble,
     "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
     "zero_bubble_v": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
 }
 
 
-_IN_TWO_PARTS = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
+_IN_TWO_PARTS = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV)
 
 
 def check_reach(name: str, has_chunks: bool, channels: Sequence[Channel]) -> None:
@@ -290,9 +302,6 @@ def make_schedule(name: str, stages: Sequence[ScheduledStage], microbatches: int
     schedule = _torch_schedule(name, stages, microbatches)
     targets = {"target": torch.empty(microbatches, 0)} if any(stage.is_last for stage in stages) else {}
     order = order_of(schedule, stages, microbatches)
-    by_number = {stage.stage_index: stage for stage in stages}
-    for stage in stages:
-        stage.before = by_number.get(stage.stage_index - 1)
 
     def step() -> None:
         foresee(stages, order)
@@ -321,7 +330,8 @@ def foresee(stages: Sequence[ScheduledStage], order: Sequence[Turn]) -> None:
 def order_of(schedule: Any, stages: Sequence[ScheduledStage], microbatches: int) -> list[Turn]:
     """The passes of this rank in the order of one of torch's schedules."""
     if not isinstance(schedule, PipelineScheduleSingle):
-        actions = [action for action in schedule.pipeline_order[stages[0].group_rank] if action is not None]
+        listed = [action for action in schedule.pipeline_order[stages[0].group_rank] if action is not None]
+        actions = [action for one in listed for action in one.sub_actions or (one,)]
         return [Turn(a.stage_index, _DIRECTIONS[a.computation_type.name], a.microbatch_index) for a in actions]
     (stage,) = stages
     forward, backward = (

@@ -186,7 +186,7 @@ def part_of_step(
 
 def _played(orders: Sequence[Sequence[Turn]], times: Sequence[int]) -> list[list[tuple[int, int]]]:
     """When each submesh makes its passes, if sending takes no time. times: of a pass forward, by stage."""
-    ends: dict[Turn, int] = {}
+    ends: dict[Turn, int] = {}  # of passes backward that others wait for, as if they were whole
     free, heads = [0] * len(orders), [0] * len(orders)
     spans: list[list[tuple[int, int]]] = [[] for _ in orders]
     while any(head < len(order) for head, order in zip(heads, orders, strict=True)):
@@ -197,7 +197,7 @@ def _played(orders: Sequence[Sequence[Turn]], times: Sequence[int]) -> list[list
                 if awaited is None:
                     break
                 begin = max(free[number], awaited)
-                free[number] = ends[turn] = begin + _LENGTHS[turn.direction] * times[turn.stage]
+                free[number] = ends[_as_awaited(turn)] = begin + _LENGTHS[turn.direction] * times[turn.stage]
                 spans[number].append((begin, free[number]))
                 heads[number] += 1
     return spans
@@ -208,4 +208,9 @@ def _awaited(turn: Turn, count: int, ends: Mapping[Turn, int]) -> int | None:
     if turn.direction == BACKWARD_WEIGHT:
         return 0
     before = turn.stage - 1 if turn.direction == FORWARD else turn.stage + 1
-    return ends.get(turn._replace(stage=before)) if 0 <= before < count else 0
+    return ends.get(_as_awaited(turn)._replace(stage=before)) if 0 <= before < count else 0
+
+
+def _as_awaited(turn: Turn) -> Turn:
+    """Earlier stages wait for the first part of a backward pass as for a whole one."""
+    return turn._replace(direction=BACKWARD) if turn.direction == BACKWARD_INPUT else turn

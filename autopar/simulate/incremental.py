@@ -25,7 +25,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.stages import stage_graph
 from autopar.simulate.orders import Unsupported
-from autopar.simulate.parted import PartedStage
+from autopar.simulate.parted import PartedStage, PartlySplitStage
 from autopar.simulate.player import AS_EMITTED, Beyond, Overlap, Sums
 from autopar.simulate.program import PriceTable, devices_per_node, sent_values
 from autopar.simulate.schedule import PlayedStep, play_stages, profiles_of_stages
@@ -103,29 +103,40 @@ class Incremental:
 
     def _stage(self, plan: Plan, index: int, profile: Profile) -> PartedStage:
         """In parts, if it can be cut."""
-        is_split = len(plan.stages) > 1 and SCHEDULES[plan.schedule].splits_backward
-        part, sent = plan.parts[index], sent_values(self.graph, plan, index)
+        sent = sent_values(self.graph, plan, index)
         graph = self._stage_graph(plan, index, sent)
         if self._in_parts:
             with suppress(Unsupported):
-                return PartedStage(self._variants_of(plan, index, graph, profile, True, is_split), part, sent)
+                return self._parted(plan, index, graph, profile, True, sent)
             self.num_whole += 1
-        return PartedStage(self._variants_of(plan, index, graph, profile, False, is_split), part, sent)
+        return self._parted(plan, index, graph, profile, False, sent)
+
+    def _parted(
+        self, plan: Plan, index: int, graph: Graph, profile: Profile, is_cut: bool, sent: SentValues
+    ) -> PartedStage:  # fmt: skip
+        """As its backward passes come: in two parts, in one, or some in the one way and some in the other."""
+        row, part = SCHEDULES[plan.schedule], plan.parts[index]
+        is_split = len(plan.stages) > 1 and row.splits_backward
+        own = self._variants_of(plan, index, graph, profile, is_cut, is_split)
+        if not (is_split and row.splits_some):
+            return PartedStage(own, part, sent)
+        whole = PartedStage(self._variants_of(plan, index, graph, profile, is_cut, is_split, in_one=True), part, sent)
+        return PartlySplitStage(own, part, sent, whole)
 
     def _variants_of(
-        self, plan: Plan, index: int, graph: Graph, profile: Profile, is_cut: bool, is_split: bool
+        self, plan: Plan, index: int, graph: Graph, profile: Profile, is_cut: bool, is_split: bool, in_one: bool = False
     ) -> Variants:  # fmt: skip
-        """What is known of stages of that graph, on such axes."""
+        """What is known of stages of that graph, on such axes. in_one: as in `Variants`."""
         part, per_node, is_stage = plan.parts[index], devices_per_node(plan, index), len(plan.stages) > 1
         may_split = is_split or (self._may_split and is_stage)
         prices = part.axes, part.blocks, part.optimizer, per_node, profile
         alike = prices, part.microbatches, part.recompute, part.mode, is_stage, may_split, plan.runs
-        key = id(graph), is_cut, is_split, alike
+        key = id(graph), is_cut, is_split, in_one, alike
         found = self._variants.get(key)
         if found is None or found.is_full:
             found = self._variants[key] = Variants(
                 self.graph, graph, part, profile, per_node, is_cut, is_split, self._overlap,
-                self._known_parts(alike, prices), may_split,
+                self._known_parts(alike, prices), may_split, in_one=in_one,
             )  # fmt: skip
             if len(self._variants) > KEPT_VARIANTS * len(plan.stages):
                 self._variants.popitem(last=False)

@@ -171,6 +171,29 @@ class PartedStage:
         return optimizer_pass(self.variants.profile.slowdowns, carried, standing, self.optimizer_ns, self.workspace)
 
 
+class PartlySplitStage(PartedStage):
+    """A stage of which some backward passes come in two parts, and others in one: `whole` is the same stage as it
+    plays these, cut into the same segments, so that both go on from what the other has left under way."""
+
+    def __init__(self, variants: Variants, plan: StagePlan, sent: SentValues, whole: PartedStage) -> None:
+        super().__init__(variants, plan, sent)
+        self._whole = whole
+
+    def has_work(self, name: str) -> bool:
+        """As in `PartedStage`."""
+        return self._whole.has_work(name) if name == BACKWARD else super().has_work(name)
+
+    def work_ns(self, name: str) -> int:
+        """As in `PartedStage`."""
+        return self._whole.work_ns(name) if name == BACKWARD else super().work_ns(name)
+
+    def play(self, kind: PassKind, carried: Carried, standing: Standing, bound: Bound | None = None) -> Pass:
+        """As in `PartedStage`."""
+        if kind.name == BACKWARD:
+            return self._whole.play(kind, carried, standing, bound)
+        return super().play(kind, carried, standing, bound)
+
+
 def stage_in_one(
     graph: Graph, plan: Plan, profile: Profile, overlap: Overlap = AS_EMITTED, coordinates: Coordinates | None = None,
     others: Sequence[OtherLane] = (),

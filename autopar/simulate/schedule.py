@@ -79,9 +79,11 @@ class _Arrival(NamedTuple):
         """When it is there if it is received from then on."""
         return self._replace(time_ns=max(self.time_ns, asked_ns + self.transfer.duration_ns))
 
-    def hold(self) -> None:
-        """The sender keeps what has not left."""
-        size, under_way = self.transfer.held_bytes, self.time_ns - self.left_ns
+    def hold(self, begin_ns: int) -> None:
+        """The sender keeps what has not left; between stages of one submesh, nothing does before the pass begins that
+        reads it."""
+        until_ns = self.time_ns if self.transfer.link else begin_ns
+        size, under_way = self.transfer.held_bytes, until_ns - self.left_ns
         if size and under_way:
             self.sender.pieces.append(TimelinePiece(self.left_ns, "", [], _held(size, under_way)))
 
@@ -321,15 +323,16 @@ class PlayedStep:
 
     def _wait(self, submesh: Submesh, arrivals: Sequence[_Arrival]) -> int:
         """When the pass begins; what it waits for is travelling time as far as that goes, else bubble."""
-        for arrival in arrivals:
-            arrival.hold()
         latest = max(arrivals, key=lambda arrival: arrival.time_ns, default=None)
         idle = max(0, latest.time_ns - submesh.free_ns) if latest else 0
         travelling = min(idle, latest.time_ns - latest.left_ns) if latest else 0
         if travelling:
             submesh.waited["send"] += travelling
         submesh.bubble_ns += idle - travelling
-        return submesh.free_ns + idle
+        begin = submesh.free_ns + idle
+        for arrival in arrivals:
+            arrival.hold(begin)
+        return begin
 
     def _play(self, submesh: Submesh, stage: int, kind: PassKind, begin: int, label: str) -> Pass:
         worked(TURN_S)

@@ -28,7 +28,7 @@ from autopar.ir.placement import Placement, evenly
 from autopar.ir.plan import Plan, Redistribute, StagePlan
 from autopar.ir.recompute import modules_again
 from autopar.ir.redistribution import Step, apply, transfer_bytes
-from autopar.ir.schedule import SCHEDULES
+from autopar.ir.schedule import num_in_two_parts
 from autopar.ir.stages import leaving_values, stage_graph
 from autopar.ir.statements import Flat, Operate, Statement, Value, flatten
 from autopar.ir.structure import block_paths, computed_once, folded_tensors, is_cut
@@ -67,7 +67,16 @@ def _of_stage(graph: Graph, full: Plan, plan: Plan, index: int, rank: int = 0) -
     whole, stage = stage_graph(graph, full, index), full.parts[index]
     runs = _Runs(whole, stage, leaving_values(graph, full, index) if len(full.parts) > 1 else ())
     part = stage_graph(divided_graph(graph, plan.microbatches), plan, index)
-    return _moved(whole, stage, runs, rank) + _inside(part, plan.parts[index], runs, rank)
+    in_two = _num_in_two_parts(plan, index)
+    return _moved(whole, stage, runs, in_two, rank) + _inside(part, plan.parts[index], runs, rank)
+
+
+def _num_in_two_parts(plan: Plan, index: int) -> int:
+    """Of how many microbatches a stage's backward pass comes in two parts."""
+    on: dict[int, list[int]] = defaultdict(list)
+    for number, stage in enumerate(plan.stages):
+        on[stage.first_rank].append(number)
+    return num_in_two_parts(plan.schedule, tuple(map(tuple, on.values())), plan.microbatches)[index]
 
 
 def _total(*parts: Counter[str]) -> dict[str, int]:
@@ -96,8 +105,9 @@ class _Runs:
         return self._microbatches * stays + self.ahead(key)
 
 
-def _moved(graph: Graph, plan: StagePlan, runs: _Runs, rank: int = 0) -> Counter[str]:
-    """What redistributions send, but for those in branches that other ranks run."""
+def _moved(graph: Graph, plan: StagePlan, runs: _Runs, in_two: int = 0, rank: int = 0) -> Counter[str]:
+    """What redistributions send, but for those in branches that other ranks run. in_two: of how many microbatches the
+    backward pass comes in two parts."""
     place = coordinates_of(plan, rank)
     left_out = {value for value, home in converted_inside(graph, plan).items() if is_idle(home, place)}
     counts: Counter[str] = Counter()
@@ -106,7 +116,7 @@ def _moved(graph: Graph, plan: StagePlan, runs: _Runs, rank: int = 0) -> Counter
     reached = reached_tensors(graph) if plan.mode == "train" else set()
     flat = cache(partial(flatten, graph, plan, graph.answered))
     recomputation = Recomputation(graph, plan, flat, reached)
-    regathering = Regathering(graph, plan, flat, reached, recomputation)
+    regathering = Regathering(graph, plan, flat, reached, recomputation, in_two)
     for redistribute in plan.redistributes:
         name = redistribute.tensor
         if (name, redistribute.target) in left_out or name in folded:
@@ -171,7 +181,7 @@ def _step_counts(
         forward = runs.forward((name, redistribute.target)) + plan.microbatches * again
         return forward, plan.microbatches if trains else 0
     storage = plan.storage[name]
-    gathers = plan.microbatches * regathering.count(redistribute) if storage.regather else 1
+    gathers = regathering.count(redistribute) if storage.regather else 1
     reductions = plan.microbatches if storage.regather or storage.reduce_each_microbatch else 1
     return gathers, reductions if trains else 0
 
@@ -247,19 +257,26 @@ class StatementSpan(NamedTuple):
 
 
 class Regathering:
-    """Counts of one plan. flat: states it. `reached`: the tensors that get a gradient, none in inference."""
+    """Counts of one plan. flat: states it. `reached`: the tensors that get a gradient, none in inference. in_two: of
+    how many microbatches the backward pass comes in two parts."""
 
     def __init__(
-        self, graph: Graph, plan: StagePlan, flat: Callable[[], Flat], reached: set[str], recomputation: Recomputation
+        self, graph: Graph, plan: StagePlan, flat: Callable[[], Flat], reached: set[str], recomputation: Recomputation,
+        in_two: int,
     ) -> None:  # fmt: skip
         self.graph, self.plan, self._flat, self.reached = graph, plan, flat, reached
         self.recomputation = recomputation
+        # where nothing was received, the second part is all of it
+        self._in_two = 0 if reached.isdisjoint(graph.received) else in_two
 
     def count(self, redistribute: Redistribute) -> int:
-        """How often a microbatch converts a parameter to one of its uses."""
-        return self._count(redistribute) + int(self._has_second_part)
+        """How often a step converts a parameter to one of its uses: the second part of a backward pass brings all."""
+        in_one = self.plan.microbatches - self._in_two
+        whole = in_one * self._count(redistribute, False) if in_one else 0
+        return whole + (self._in_two * (self._count(redistribute, True) + 1) if self._in_two else 0)
 
-    def _count(self, redistribute: Redistribute) -> int:
+    def _count(self, redistribute: Redistribute, is_first_part: bool) -> int:
+        """Of a microbatch; is_first_part: up to the end of the first of two parts of its backward pass."""
         span = self._span_of(self.graph.stored_by_tensor[redistribute.tensor].name)
         goes_and_comes = int(self._is_stage and bool(self.reached))
         if span is None:  # the program keeps its own
@@ -269,12 +286,7 @@ class Regathering:
             return 1 + goes_and_comes
         if any(position >= span.end for position in reads):
             return 2 + goes_and_comes
-        return 2 if self._is_visited_again(span) else 1
-
-    @property
-    def _has_second_part(self) -> bool:
-        """Whether the backward pass comes in two parts, of which the second brings all parameters."""
-        return SCHEDULES[self.plan.schedule].splits_backward and not self.reached.isdisjoint(self.graph.received)
+        return 2 if self._is_visited_again(span, is_first_part) else 1
 
     @property
     def _is_stage(self) -> bool:
@@ -309,18 +321,18 @@ class Regathering:
             end = name.rfind(".", 0, end)
         return None
 
-    def _is_visited_again(self, span: StatementSpan) -> bool:
+    def _is_visited_again(self, span: StatementSpan, is_first_part: bool) -> bool:
         """Whether the backward pass needs the block in place: it runs again, or a gradient reaches its outputs."""
-        if span not in self._visits:
+        if (span, is_first_part) not in self._visits:
             statements = self._flat().statements[slice(*span)]
             runs_again = any(map(self.recomputation.runs_again, statements))
-            self._visits[span] = runs_again or self._gets_gradient(span, statements)
-        return self._visits[span]
+            self._visits[span, is_first_part] = runs_again or self._gets_gradient(span, statements, is_first_part)
+        return self._visits[span, is_first_part]
 
-    def _gets_gradient(self, span: StatementSpan, statements: Sequence[Statement]) -> bool:
+    def _gets_gradient(self, span: StatementSpan, statements: Sequence[Statement], is_first_part: bool) -> bool:
         """Whether a gradient reaches what the statements leave to others, in the first part if there are two."""
         made = {value for statement in statements for value in statement.makes}
-        if self._has_second_part:
+        if is_first_part:
             made = {value for value in made if value[0] in self._leading_back}
         return any(
             value in self._losses or any(not span.start <= position < span.end for position in self._handed[value])
@@ -328,7 +340,7 @@ class Regathering:
         )
 
     @cached_property
-    def _visits(self) -> dict[StatementSpan, bool]:
+    def _visits(self) -> dict[tuple[StatementSpan, bool], bool]:
         return {}
 
     @cached_property

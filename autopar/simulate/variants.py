@@ -109,10 +109,11 @@ class Variants:
     def __init__(
         self, whole: Graph, graph: Graph, plan: StagePlan, profile: Profile, per_node: int, is_cut: bool = True,
         is_split: bool = False, overlap: Overlap = AS_EMITTED, known: KnownParts | None = None, may_split: bool = False,
-        coordinates: Coordinates | None = None, others: Sequence[OtherLane] = (),
+        coordinates: Coordinates | None = None, others: Sequence[OtherLane] = (), in_one: bool = False,
     ) -> None:  # fmt: skip
         """graph, plan: of the stage; whole: of all stages; is_cut: into segments; is_split: the backward pass comes in
-        two parts; may_split: it does in another plan with the same parts; overlap: as in `PartPlayer`; known: of
+        two parts; in_one: but not of the microbatches that these are for; may_split: it does in another plan with the
+        same parts; overlap: as in `PartPlayer`; known: of
         such stages; the rest as in `Lowering`."""
         self.graph, self.profile, self.is_stage = graph, profile, graph.ends is not None
         self._overlap, self.known = overlap, known or KnownParts()
@@ -124,7 +125,7 @@ class Variants:
             others, overlap.casts,
         )  # fmt: skip
         self.trains = self.lowering.trains
-        self.splits = self.trains and is_split
+        self.splits = self.trains and is_split and not in_one
         self.differences = Differences(graph, self.segments, plan, self._numbers)
         self._all = [[*enumerate(segment.keeps)] for segment in self.segments]
         self._shared = [

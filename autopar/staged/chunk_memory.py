@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.ir.schedule import BACKWARD, SCHEDULES
+from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, SCHEDULES
 
 Int64Array = npt.NDArray[np.int64]
 _ROUNDS = 3
@@ -70,3 +70,45 @@ def _passes(schedule: str, position: int, submeshes: int, chunks: int, microbatc
     rows = np.concatenate([in_flight, backward[at] > 0, chunk_of[at, None], chunk_of[last_forward, None]], axis=1)
     rows = np.unique(rows, axis=0)
     return _Passes(rows[:, :chunks], rows[:, chunks : 2 * chunks] > 0, rows[:, -2], rows[:, -1])
+
+
+# Backward passes of which some come in two parts ----------------------------------------
+
+
+class Chunked(NamedTuple):
+    """What chunks take in bytes a device: a row a chunk, a column a submesh. kept: of a microbatch in flight; waits: of
+    one between the two parts of its backward pass; workspace: of a pass; second: of a second part."""
+
+    kept: Int64Array
+    waits: Int64Array
+    workspace: Int64Array
+    second: Int64Array
+
+
+def most_held_between(schedule: str, submeshes: int, microbatches: int, of: Chunked) -> Int64Array:
+    """The most bytes a device that each submesh holds beside what stays, pass by pass, gradients of stored tensors
+    among that."""
+    chunks, found = len(of.kept), []
+    for position in range(submeshes):
+        in_flight, waiting, runs, is_second = _parts(schedule, position, submeshes, chunks, microbatches)
+        held = in_flight @ of.kept[:, position] + waiting @ of.waits[:, position]
+        found.append(int((held + np.where(is_second, of.second[runs, position], of.workspace[runs, position])).max()))
+    return np.array(found)
+
+
+@cache
+def _parts(
+    schedule: str, position: int, submeshes: int, chunks: int, microbatches: int
+) -> tuple[Int64Array, Int64Array, Int64Array, npt.NDArray[np.bool_]]:
+    """While each pass runs, what it begins and ends among that: by chunk, microbatches in flight, and those that wait
+    for their second part or are in it; the chunk that runs; and whether it is a second part."""
+    order = SCHEDULES[schedule].order(position, submeshes, range(chunks), microbatches)
+    runs = np.array([turn.stage for turn in order])
+    of_chunk = runs[:, None] == np.arange(chunks)
+    forward, whole, first, second = (
+        of_chunk & np.array([turn.direction == name for turn in order])[:, None]
+        for name in (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+    )
+    in_flight = np.cumsum(forward.astype(np.int64) - whole - first, axis=0) + whole + first
+    waiting = np.cumsum(first.astype(np.int64) - second, axis=0) - first + second
+    return in_flight, waiting, runs, second.any(axis=1)

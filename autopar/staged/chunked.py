@@ -15,7 +15,7 @@ import numpy.typing as npt
 from autopar.collector import cached_method
 from autopar.interop import StageKind, chunk_counts, chunk_sizes
 from autopar.ir.constraint import pinned
-from autopar.ir.schedule import PLAIN, SCHEDULES, Schedule, makes_rounds
+from autopar.ir.schedule import PLAIN, SCHEDULES, Schedule
 from autopar.staged.layered import Layered
 from autopar.staged.ways import EstimatedStages, StageStrategy, chunked_estimate
 from autopar.tunables import LAYER_STEPS, MOST_CHUNKS
@@ -32,7 +32,7 @@ class Chunks:
     def possible(self, submeshes: int, microbatches: int, may_wait: bool) -> list[tuple[str, int]]:
         """Schedules and numbers of chunks of so many submeshes. may_wait: gradients of stored tensors may."""
         rows = [row for row in SCHEDULES.values() if row.has_chunks and (may_wait or not row.splits_backward)]
-        rows = [row for row in rows if not row.makes_rounds or makes_rounds(microbatches, submeshes)]
+        rows = [row for row in rows if row.takes(microbatches, submeshes)]
         return [(row.name, chunks) for row in rows for chunks in self._counts(row, submeshes)]
 
     def _counts(self, row: Schedule, submeshes: int) -> list[int]:
@@ -48,7 +48,14 @@ class Chunks:
         submeshes, microbatches = way.setting.num_stages, way.setting.microbatches
         may_wait = self.layered.may_wait(submeshes, way.recompute)
         for schedule, chunks in self.possible(submeshes, microbatches, may_wait):
-            yield self._estimated(way, own, schedule, chunks)
+            if self._may_lead(SCHEDULES[schedule], own):
+                yield self._estimated(way, own, schedule, chunks)
+
+    def _may_lead(self, row: Schedule, own: StageKind) -> bool:
+        """Whether a schedule is estimated at all. One that splits some of its backward passes waits as long as the one
+        that splits all, and holds more: only where a split takes time, or if it is asked for."""
+        asked = pinned(self.layered.request.constraints, "schedule") == row.name
+        return not row.splits_some or asked or bool(own.split_ns.any())
 
     def whole(self, way: StageStrategy, own: StageKind) -> EstimatedStages:
         """An estimate of stages that are submeshes, layers shared out to them as evenly."""

@@ -62,12 +62,14 @@ class Finalists:
         more = _distinct(self.found, self.layered.admitted, int(self.layered.limit * usual))
         return plans + self._simulated_of([c for c in more if c.step_ns < fastest], FINALISTS)
 
-    def _simulated_of(self, candidates: Sequence[EstimatedStages], most: int) -> list[tuple[EstimatedStages, Timeline]]:
+    def _simulated_of(
+        self, candidates: Sequence[EstimatedStages], most: int, than_ns: float = math.inf
+    ) -> list[tuple[EstimatedStages, Timeline]]:
         """Those that fit of the first candidates, as far as there is time.
 
         First are those of the least estimate, corrected by how far off the last one was on as many stages of as many
         ranks: what estimates leave out (waiting for each other, cores that ranks share) is much alike there. Where it
-        is far above what was found, so are all after it.
+        is far above what was found, so are all after it. than_ns: what is to be undercut.
         """
         plans: list[tuple[EstimatedStages, Timeline]] = []
         quick = Clock.of(QUICK_S)
@@ -75,7 +77,8 @@ class Finalists:
         while left:
             likely_ns, number = min((one.step_ns * off.get(_submeshes(one), 1.0), n) for n, one in enumerate(left))
             fastest_ns = min((found.step_time_ns for _, found in plans), default=math.inf)
-            if likely_ns > FAR_FINALISTS * fastest_ns and not self.layered.shares_cores:
+            far_ns = min(than_ns, FAR_FINALISTS * fastest_ns)
+            if likely_ns > far_ns and not self.layered.shares_cores:
                 break
             candidate = left.pop(number)
             played = self._simulated(candidate)
@@ -108,7 +111,7 @@ class Finalists:
             is_like = not near.isdisjoint((_but_borders(candidate), _but_chunks(candidate)))
             if is_like and key not in known and candidate.peak_bytes <= self.layered.admitted:
                 others.setdefault(key, candidate)
-        return plans + self._simulated_of(list(others.values()), MOST_FINALISTS)
+        return plans + self._simulated_of(list(others.values()), MOST_FINALISTS, fastest_ns)
 
     def _kept_more(self, plans: list[tuple[EstimatedStages, Timeline]]) -> list[tuple[EstimatedStages, Timeline]]:
         """With the fastest plan again, of which fewer layers are computed again, if any are and that fits.

@@ -14,9 +14,9 @@ from autopar.interop import StageKind
 from autopar.intraop import TradeOff
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.outline import Outline, sizes_text
-from autopar.ir.schedule import PLAIN, SCHEDULES, Schedule, in_flight, makes_rounds, microbatches_a_round
+from autopar.ir.schedule import PLAIN, SCHEDULES, Schedule, in_flight, microbatches_a_round, num_in_two_parts
 from autopar.ir.tried import Tried
-from autopar.staged.chunk_memory import most_held
+from autopar.staged.chunk_memory import Chunked, most_held, most_held_between
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -153,7 +153,7 @@ def largest_peak(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], micr
 def in_two_parts(microbatches: int, stages: int) -> list[str]:
     """Schedules of whole stages whose backward pass comes in two parts, that are possible."""
     rows = [row for row in SCHEDULES.values() if row.splits_backward and not row.has_chunks]
-    return [row.name for row in rows if not row.makes_rounds or makes_rounds(microbatches, stages)]
+    return [row.name for row in rows if row.takes(microbatches, stages)]
 
 
 def hidden_bubble(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], microbatches: int, schedule: str) -> int:
@@ -187,7 +187,9 @@ def chunked_estimate(
     waits for the other through all stages, but for what a round has more microbatches than submeshes.
     """
     row, of = SCHEDULES[schedule], _Rounds(chunk_of_layer, stages, chunks, SCHEDULES[schedule].turns_back)
-    times = of.sums(kind.time_ns + (kind.split_ns if row.splits_backward else 0)) + of.firsts(kind.receive_ns)
+    times = of.sums(kind.time_ns) + of.firsts(kind.receive_ns)
+    if row.splits_backward:
+        times += np.rint(of.sums(kind.split_ns) * _share_in_two(row, stages, chunks, microbatches)).astype(np.int64)
     hidden = np.minimum(of.firsts(kind.travel_ns), of.sums(kind.time_ns) // 2) * (row.awaited is not None)
     times -= hidden
     exposed = np.maximum(0, of.sums(kind.reduce_ns - kind.hide_ns).sum(axis=0))
@@ -199,6 +201,16 @@ def chunked_estimate(
     last = int(np.maximum(0, of.sums(kind.last_ns).sum(axis=1) - slack * rounds).sum())
     awaited = row.awaited(stages, microbatches, chunks) * int(hidden.max()) // 2 if row.awaited is not None else 0
     return int(busiest) + int(filling) + awaited + meeting + last, _chunked_peak(kind, of, row, microbatches), last
+
+
+def _share_in_two(row: Schedule, submeshes: int, chunks: int, microbatches: int) -> npt.NDArray[np.float64]:
+    """How many of the backward passes of each chunk, by round and submesh, come in two parts."""
+    if not row.splits_some:
+        return np.ones((chunks, submeshes))
+    on = row.in_turn(range(submeshes), chunks)
+    stages_of = [tuple(n for n, place in enumerate(on) if place == submesh) for submesh in range(submeshes)]
+    counts = num_in_two_parts(row.name, tuple(stages_of), microbatches)
+    return np.array([[counts[stage] for stage in own] for own in stages_of]).T / microbatches
 
 
 def _chunked_peak(kind: StageKind, of: _Rounds, row: Schedule, microbatches: int) -> int:
@@ -218,6 +230,12 @@ def _chunked_peak(kind: StageKind, of: _Rounds, row: Schedule, microbatches: int
             row.name, stages, microbatches, of.sums(kind.activation_bytes), gradients, of.most(kind.workspace_bytes)
         )  # fmt: skip
         return int(np.maximum(at_begin, stays - gradients.sum(axis=0) + held).max())
+    if row.splits_some:
+        sums, most = of.sums, of.most
+        own = Chunked(
+            sums(kind.activation_bytes), sums(kind.waiting_bytes), most(kind.workspace_bytes), sums(kind.second_bytes)
+        )
+        return int(np.maximum(at_begin, stays + most_held_between(row.name, stages, microbatches, own)).max())
     fewest = np.maximum(0, waiting - 1)
     peak = stays + ((flying - fewest) * kept + fewest * waits) // chunks + workspace
     second = stays + ((flying - waiting) * kept + waiting * waits) // chunks

@@ -94,6 +94,8 @@ class Recorder(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__get__":
             result = func(*args, **kwargs)
             if not isinstance(result, Tensor):
+                if isinstance(result, bool):  # of a tensor whose view was written to, that may be another than it says
+                    self.write(("read", result))
                 return result  # a shape, dtype or the like: it follows from the tensor
         else:
             result = None
@@ -183,9 +185,12 @@ class Follower(Recorder):
         ):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            if any(name in found and _looks(found[name]) != looks for _, name, looks in results):
+            changed = [(found[name], looks) for _, name, looks in results if name in found]
+            if any(_in_memory(_looks(x)) != _in_memory(looks) for x, looks in changed):
                 with torch.no_grad():  # it changes the looks of a tensor in place, and that may be one that stands in
                     return func(*args, **kwargs)
+            for x, looks in changed:  # what is written into it may have a gradient
+                x.requires_grad_(looks[4])
             like = self.kept[0]
             return _built(
                 structure, iter([found[n] if n in found else stand_in(like, *looks[:5]) for _, n, looks in results])
@@ -244,6 +249,12 @@ def stand_in(like: Tensor, shape: Any, stride: Any, dtype: Any, device: Any, req
 def _looks(x: Tensor) -> Row:
     """All of a tensor that a program can see without its values."""
     return (tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad, x.is_conj(), x.is_neg())
+
+
+def _in_memory(looks: Row) -> Row:
+    """Of its looks, how a tensor lies in memory: not whether it has a gradient."""
+    shape, stride, dtype, device, _, *flags = looks
+    return (shape, stride, dtype, device, *flags)
 
 
 def _modes() -> Row:

@@ -87,7 +87,9 @@ class UnequalSearch:
     def schedules(self) -> list[str]:
         """Those that constraints allow, the plain one first. Raises PlanError where none is."""
         rules = self.request.constraints
-        named = [(row.name, row.has_chunks, self._chunks(row.name)) for row in SCHEDULES.values()]
+        asked = pinned(rules, "schedule")  # what splits some backward passes holds more than what splits all of them
+        rows = [row for row in SCHEDULES.values() if not row.splits_some or row.name == asked]
+        named = [(row.name, row.has_chunks, self._chunks(row.name)) for row in rows]
         found = [name for name, has, chunks in named if has == (chunks > 1) and may_run(rules, name, chunks)]
         if not found:
             raise PlanError(

@@ -97,3 +97,10 @@ def test_stages_under_the_smallest_limit_take_no_more() -> None:
 def test_no_rank_takes_a_byte_more_than_predicted(kind: str) -> None:
     row = memory_kinds.measure(memory_kinds.Kind(*kind.split("/")))
     assert 0 <= row.spare_bytes < 0.03 * row.measured_bytes, row
+
+
+@pytest.mark.ranks
+def test_what_stages_of_a_rank_hand_each_other_is_kept_until_it_is_read() -> None:
+    """With a pass between the two: the sender's was said to be gone once the receiver had memory for it."""
+    row = measure(Case("gpt", "dualpipev"))
+    assert row.peak_bytes <= row.limit_bytes and abs(row.error) < 0.001, row.measured_at_peak

@@ -88,7 +88,22 @@ class Kind:
         else:
             blocks = self.long if SCHEDULES[schedule].has_chunks else max(4, self.options.get("pp", 1))
             blocks = self.depth or blocks
-        return Variant(model_name, blocks, self.batch, self.tied)
+        return Variant(model_name, blocks, self.batch * self._times(schedule), self.tied)
+
+    def microbatches(self, schedule: str) -> int:
+        """As many as it says, or as the schedule needs at least."""
+        submeshes = len(self.shapes) or self.options["pp"]
+        return max(self._said, SCHEDULES[schedule].fewest(submeshes))
+
+    @property
+    def _said(self) -> int:
+        return self.options.get("microbatches", 2)  # type: ignore[no-any-return] # a number
+
+    def _times(self, schedule: str) -> int:
+        """How much larger a batch more microbatches need, so that each has a sample for every rank."""
+        count = self.microbatches(schedule)
+        ranks = max(shape.get("dp", 1) for shape in self.shapes or (self.options,))
+        return 1 if count == self._said or self.batch % (count * ranks) == 0 else -(-count // self._said)
 
 
 def _num_ranks(options: Options) -> int:
@@ -225,7 +240,8 @@ def plan(model_name: str, plan_name: str, schedule: str) -> Plan:
     whole = graph(kind.variant(model_name, schedule))
     mesh = autopar.Mesh("cpu", devices_per_node=kind.world)
     if not kind.shapes:
-        return template_of_graph(whole, mesh, schedule=schedule, **kind.options)
+        options = {**kind.options, "microbatches": kind.microbatches(schedule)}
+        return template_of_graph(whole, mesh, schedule=schedule, **options)
     found = _unequal_plan(whole, kind, schedule, mesh)
     check_plan(whole, found)
     return found
@@ -237,7 +253,7 @@ def _unequal_plan(whole: Graph, kind: Kind, schedule: str, mesh: autopar.Mesh) -
     row = SCHEDULES[schedule]
     blocks = kind.interleaved if row.has_chunks else kind.blocks
     plans = [
-        template_of_graph(whole, autopar.Mesh("cpu", 1, size), microbatches=2, **shape)
+        template_of_graph(whole, autopar.Mesh("cpu", 1, size), microbatches=kind.microbatches(schedule), **shape)
         for size, shape in zip(sizes, kind.shapes, strict=True)
     ]
     firsts = [sum(sizes[:index]) for index in range(len(sizes))]

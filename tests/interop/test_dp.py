@@ -111,6 +111,7 @@ def test_equal_stages_cost_what_the_objective_says() -> None:
 def test_in_flight_is_what_the_schedule_plays(schedule: str, count: int, chunks: int, microbatches: int) -> None:
     row = SCHEDULES[schedule]
     chunks = (row.num_chunks or chunks) if row.has_chunks else 1
+    microbatches = max(microbatches, row.fewest(count))
     on = row.in_turn(range(count), chunks)
     stages_of = [[stage for stage, place in enumerate(on) if place == position] for position in range(count)]
     for position, order in enumerate(turns(schedule, stages_of, microbatches, True)):

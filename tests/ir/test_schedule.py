@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autopar.errors import PlanError
-from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, SCHEDULES, Turn, turns
+from autopar.ir.schedule import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    SCHEDULES,
+    Schedule,
+    Turn,
+    num_in_two_parts,
+    turns,
+)
 
 UNITS = {FORWARD: 1, BACKWARD: 2, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 1}  # of time, of a pass of one chunk
 
@@ -28,7 +38,7 @@ def stages_on(schedule: str, submeshes: int, chunks: int) -> list[list[int]]:
 
 def makespan(rows: list[list[Turn]], num_stages: int) -> int:
     """Plays the orders with unit times and no transfers. Fails when they wait for each other."""
-    ends: dict[Turn, int] = {}
+    ends: dict[Turn, int] = {}  # those backward but the second parts as if they were whole
     free, heads = [0] * len(rows), [0] * len(rows)
     while any(head < len(row) for head, row in zip(heads, rows, strict=True)):
         before = sum(heads)
@@ -36,7 +46,7 @@ def makespan(rows: list[list[Turn]], num_stages: int) -> int:
             while heads[p] < len(row) and all(turn in ends for turn in needed(row[heads[p]], num_stages)):
                 turn = row[heads[p]]
                 begin = max([free[p], *(ends[other] for other in needed(turn, num_stages))])
-                ends[turn] = free[p] = begin + UNITS[turn.direction]
+                free[p] = ends[as_awaited(turn)] = begin + UNITS[turn.direction]
                 heads[p] += 1
         assert sum(heads) > before, "deadlock"
     return max(free)
@@ -47,9 +57,13 @@ def needed(turn: Turn, num_stages: int) -> list[Turn]:
     if direction == FORWARD:
         return [Turn(stage - 1, FORWARD, microbatch)] if stage else []
     if direction == BACKWARD_WEIGHT:
-        return [Turn(stage, BACKWARD_INPUT, microbatch)]
-    later = [Turn(stage + 1, direction, microbatch)] if stage < num_stages - 1 else []
+        return [Turn(stage, BACKWARD, microbatch)]
+    later = [Turn(stage + 1, BACKWARD, microbatch)] if stage < num_stages - 1 else []
     return [Turn(stage, FORWARD, microbatch), *later]
+
+
+def as_awaited(turn: Turn) -> Turn:
+    return turn._replace(direction=BACKWARD) if turn.direction == BACKWARD_INPUT else turn
 
 
 def in_flight(row: list[Turn]) -> int:
@@ -75,17 +89,23 @@ def test_every_pass_is_made_once_in_a_possible_order_with_the_known_bubble(case:
     schedule = schedule if submeshes > 1 else "1f1b"
     row = SCHEDULES[schedule]
     chunks = row.num_chunks or (chunks if row.has_chunks else 1)
-    microbatches = rounds * submeshes
+    microbatches = max(rounds * submeshes, row.fewest(submeshes))
     rows = orders(schedule, submeshes, chunks, microbatches)
     stages = chunks * submeshes
     split = row.splits_backward
     directions = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if split else (FORWARD, BACKWARD)
     passes = [(s, f, m) for s in range(stages) for f in directions for m in range(microbatches)]
-    assert sorted(tuple(turn) for row in rows for turn in row) == sorted(passes)
+    assert sorted((t.stage, f, t.microbatch) for own in rows for t in own for f in parts_of(t, row)) == sorted(passes)
     work = 3 * chunks * microbatches
     # Of 1/chunks of a submesh's share: Megatron-LM (SC'21), 2.2; of forward + input - weight: Zero Bubble, 2.2.
     bubble = (submeshes - 1) * (1 if split else 3)
-    assert makespan(rows, stages) == work + (2 * bubble if row.turns_back and rounds == 1 else bubble)
+    assert makespan(rows, stages) == work + (2 * bubble if row.turns_back and microbatches == submeshes else bubble)
+
+
+def parts_of(turn: Turn, row: Schedule) -> tuple[str, ...]:
+    """A pass that others make in two parts may be whole."""
+    is_both = row.splits_some and turn.direction == BACKWARD
+    return (BACKWARD_INPUT, BACKWARD_WEIGHT) if is_both else (turn.direction,)
 
 
 @given(CASES, st.integers(1, 20))
@@ -94,7 +114,7 @@ def test_bubbles_and_what_is_held_are_as_the_row_says(case: tuple[str, int, int,
     schedule, submeshes, chunks, _ = case
     row = SCHEDULES[schedule]
     chunks = row.num_chunks or (chunks if row.has_chunks else 1)
-    if submeshes == 1 or (row.makes_rounds and microbatches % max(1, microbatches // submeshes)):
+    if submeshes == 1 or not row.takes(microbatches, submeshes):
         return
     rows = orders(schedule, submeshes, chunks, microbatches)
     told = 3 * chunks * (microbatches + row.bubble(submeshes, microbatches, chunks))
@@ -103,7 +123,7 @@ def test_bubbles_and_what_is_held_are_as_the_row_says(case: tuple[str, int, int,
         left = submeshes - position
         held = row.in_flight(left, microbatches, chunks, submeshes)
         assert in_flight(own) == held, (position, own)
-        if row.splits_backward and position:
+        if row.splits_backward and (position or row.splits_some):
             waiting = row.waiting(left, microbatches, chunks, submeshes)
             is_exact = not row.turns_back or not submeshes < microbatches < 2 * submeshes - 1
             assert most_waiting(own) == waiting or (most_waiting(own) < waiting and not is_exact)
@@ -134,6 +154,15 @@ def test_microbatches_whose_gradients_wait(count: int, microbatches: int) -> Non
 def most_waiting(row: list[Turn]) -> int:
     held = itertools.accumulate({BACKWARD_INPUT: 1, BACKWARD_WEIGHT: -1}.get(turn.direction, 0) for turn in row)
     return max(held)
+
+
+def test_which_backward_passes_of_dualpipev_come_in_two_parts() -> None:
+    """Few, whatever the number of microbatches: those at the ends, where others wait for them."""
+    for microbatches in (8, 9, 40):
+        found = num_in_two_parts("dualpipev", tuple(map(tuple, stages_on("dualpipev", 4, 2))), microbatches)
+        assert [found[stage] for stage in range(8)] == [4, 3, 3, 2, 2, 2, 3, 3]
+    assert num_in_two_parts("zero_bubble", ((0,), (1,)), 6) == {0: 6, 1: 6}
+    assert not num_in_two_parts("1f1b", ((0,), (1,)), 6)
 
 
 def test_interleaving_refuses_microbatches_that_make_no_equal_rounds() -> None:
@@ -188,17 +217,19 @@ def torch_orders(schedule: str, submeshes: int, chunks: int, microbatches: int) 
         return [stage.turns for stage in stages]
     name = LOOPED[schedule]
     several = get_schedule_class(name)([stage for stage in stages if stage.group_rank == 0], microbatches)
-    rows = [[action for action in several.pipeline_order[rank] if action] for rank in range(submeshes)]
+    listed = [[action for action in several.pipeline_order[rank] if action] for rank in range(submeshes)]
+    rows = [[action for one in row for action in one.sub_actions or (one,)] for row in listed]
     return [[Turn(a.stage_index, NAMES[a.computation_type.value], a.microbatch_index) for a in row] for row in rows]
 
 
 LOOPED = {
     "interleaved": "Interleaved1F1B", "zero_bubble": "InterleavedZeroBubble",
     "interleaved_zero_bubble": "InterleavedZeroBubble", "zero_bubble_v": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
 }  # fmt: skip
 KINDS = [
     *(("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1)),
-    *(("interleaved_zero_bubble", 2), ("interleaved_zero_bubble", 3), ("zero_bubble_v", 2)),
+    *(("interleaved_zero_bubble", 2), ("interleaved_zero_bubble", 3), ("zero_bubble_v", 2), ("dualpipev", 2)),
 ]
 
 
@@ -207,5 +238,9 @@ KINDS = [
 def test_orders_are_those_of_torch(schedule: str, chunks: int, submeshes: int, microbatches: int) -> None:
     if schedule == "1f1b" and microbatches < submeshes:
         pytest.skip("torch asks for as many microbatches as stages")
+    if microbatches < SCHEDULES[schedule].fewest(submeshes):
+        with pytest.raises(PlanError, match=f"at least {2 * submeshes} microbatches .*, found {microbatches}; take"):
+            orders(schedule, submeshes, chunks, microbatches)
+        return
     ours = orders(schedule, submeshes, chunks, microbatches)
     assert ours == torch_orders(schedule, submeshes, chunks, microbatches)

@@ -87,6 +87,10 @@ def random_staged_choices(graph: Graph, rng: random.Random, mode: str = "train")
     microbatches = _random_count(graph, rng, mode)
     chunks = (row.num_chunks or rng.choice([1, 2, 2, 3])) if row.has_chunks else 1
     shapes = shapes[: max(2, 6 // chunks)]
+    fewest = row.fewest(len(shapes))
+    enough = [count for count in (4, 6) if count >= fewest and divisible(graph, count)]
+    if microbatches < fewest and enough:
+        microbatches = rng.choice(enough)
     firsts = [sum(math.prod(shape) for shape in shapes[:place]) for place in range(len(shapes))]
     if rng.random() < 0.2:  # the first stage on the last ranks
         firsts = [_num_ranks(shapes) - first - math.prod(shape) for first, shape in zip(firsts, shapes, strict=True)]

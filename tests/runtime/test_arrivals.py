@@ -61,8 +61,9 @@ def cases() -> Iterator[tuple[str, int, int, int]]:
         if places == 1 and row.turns_back:
             continue
         for chunks in (row.num_chunks,) if row.num_chunks else (2, 3) if row.has_chunks else (1,):
-            if not row.makes_rounds or microbatches % max(1, microbatches // places) == 0:
-                yield schedule, places, chunks, microbatches
+            count = max(microbatches, row.fewest(places))
+            if row.takes(count, places) and (count == microbatches or microbatches == 1):
+                yield schedule, places, chunks, count
 
 
 def channels(schedule: str, places: int, chunks: int, apart: range) -> list[Channel]:

@@ -45,6 +45,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "schedule": "zero_bubble",
         "zero": 3,
     },
+    "dualpipev zero-3": {"pp": 2, "dp": 4, "microbatches": 4, "schedule": "dualpipev", "zero": 3},
 }
 
 

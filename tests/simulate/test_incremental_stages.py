@@ -36,7 +36,8 @@ def worlds(schedule: str, zero: int = 0) -> Worlds:
     """Two stages of two layers each, or in two chunks."""
     own = graph("deep gpt")
     chunks = SCHEDULES[schedule].num_chunks or 3  # of those that have several
-    plan = template_of_graph(own, FOUR, pp=2, dp=2, microbatches=2, schedule=schedule, chunks=chunks, zero=zero)
+    count = max(2, SCHEDULES[schedule].fewest(2))
+    plan = template_of_graph(own, FOUR, pp=2, dp=2, microbatches=count, schedule=schedule, chunks=chunks, zero=zero)
     return worlds_of(own, plan)
 
 

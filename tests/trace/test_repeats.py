@@ -147,6 +147,14 @@ def _reshaped_in_place(block: Block, x: Tensor) -> Tensor:
     return plain(block, wide.transpose_(1, 2).mT.squeeze(0))
 
 
+def _writes_into_a_part(block: Block, x: Tensor) -> Tensor:
+    """What was made without a gradient has one after a part of it was written to."""
+    whole = x.new_empty(*x.shape[:-1], 8)
+    whole[..., :4].copy_(block.linear(x))
+    whole[..., 4:].copy_(x)
+    return block.norm(whole[..., 2:6]) + x
+
+
 def _several_results(block: Block, x: Tensor) -> Tensor:
     left, right = block.linear(x).chunk(2, dim=-1)
     largest = torch.max(x, dim=-1, keepdim=True)
@@ -163,6 +171,7 @@ SAME = {
     "dropout and detached": (_dropped, in_a_row),
     "constants": (_constant, in_a_row),
     "changes shape in place": (_reshaped_in_place, in_a_row),
+    "writes into a part of what it made": (_writes_into_a_part, in_a_row),
     "calls with several results": (_several_results, in_a_row),
     "in order and back": (plain, _twice),
 }
@@ -232,12 +241,20 @@ def _wider(model: Stack, x: Tensor) -> Tensor:
     return model.blocks[3](model.blocks[2](torch.cat([x, x])))
 
 
+def _asks_for_a_gradient(block: Block, x: Tensor) -> Tensor:
+    """Of a tensor whose part was written to; nobody knows what a block that is watched would be told."""
+    whole = x.new_empty(x.shape)
+    whole[..., :2].copy_(block.linear(x)[..., :2])
+    return plain(block, x) if whole.requires_grad else x
+
+
 OTHER = {
     "layer index in the maths": (_by_index, in_a_row, []),
     "every other": (_every_other, in_a_row, ["blocks.2", "blocks.3"]),
     "same maths on another line": (_last_other_line, in_a_row, ["blocks.1", "blocks.2"]),
     "constants that differ": (_own_constant, in_a_row, []),
     "other arguments": (_counted, _times, ["blocks.1", "blocks.3"]),
+    "what it wrote to is asked for its gradient": (_asks_for_a_gradient, in_a_row, []),
     "other shapes": (plain, _wider, ["blocks.1", "blocks.3"]),
 }
 

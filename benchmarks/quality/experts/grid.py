@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from autopar.ir.schedule import PLAIN, SCHEDULES, makes_rounds
+from autopar.ir.schedule import PLAIN, SCHEDULES
 from autopar.zero import KINDS
 
 TENSOR = (1, 2, 4, 8, 16)
@@ -73,7 +73,7 @@ def ways_of(placed: Placed, pp: int, layers: int, schedules: Sequence[str]) -> I
     """How stages may run them."""
     for name in schedules if pp > 1 else (PLAIN,):
         row = SCHEDULES[name]
-        if pp > 1 and row.makes_rounds and not makes_rounds(placed.microbatches, pp):
+        if pp > 1 and not row.takes(placed.microbatches, pp):
             continue
         for chunks in CHUNKS if row.has_chunks and pp > 1 else (1,):
             if pp * chunks > layers:
