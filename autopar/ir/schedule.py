@@ -350,7 +350,7 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule(
             "dualpipev", _dualpipev, lambda left, m, c, p: 2 * p + 1, _v_bubble, has_chunks=True, num_chunks=2,
             turns_back=True, splits_backward=True, splits_some=True, fewest=lambda submeshes: 2 * submeshes,
-            waiting=lambda left, m, c, p: p - left + 1,
+            waiting=lambda left, m, c, p: p - left + 1, awaited=lambda p, m, c: 5 * p - 4,
         ),
     )
 }  # fmt: skip

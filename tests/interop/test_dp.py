@@ -35,7 +35,7 @@ def drawn(rng: random.Random, layers: int, devices: int, limit: int) -> list[Row
 def kind(row: Row) -> StageKind:
     arrays = {f"{name}_ns": np.array(row[name]) for name in TIMES}
     arrays |= {f"{name}_bytes": np.array(row[name]) for name in ATTRIBUTES[len(TIMES) :]}
-    for name in ("last_ns", "begin_bytes", "gradient_bytes", "waiting_bytes", "second_bytes", "split_ns"):
+    for name in ("travel_ns", "last_ns", "begin_bytes", "gradient_bytes", "waiting_bytes", "second_bytes", "split_ns"):
         arrays[name] = np.zeros_like(arrays["time_ns"])
     return StageKind(key=None, num_devices=row["devices"], memory_limit=row["limit"], **arrays)
 

@@ -44,7 +44,7 @@ def estimated(times: Sequence[int], microbatches: int, added: Sequence[int] = ()
     """Stages of one layer each."""
     nothing = np.zeros(len(times), np.int64)
     split = np.array(added or nothing)
-    kind = StageKind("", 1, 3 * np.array(times), *[nothing] * 14, split, memory_limit=1)
+    kind = StageKind("", 1, 3 * np.array(times), *[nothing] * 15, split, memory_limit=1)
     return hidden_bubble([kind] * len(times), range(len(times)), microbatches, "zero_bubble")
 
 

@@ -22,6 +22,7 @@ from autopar.ir.schedule import (
     num_in_two_parts,
     turns,
 )
+from autopar.runtime.arrivals import may_come_early
 
 UNITS = {FORWARD: 1, BACKWARD: 2, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 1}  # of time, of a pass of one chunk
 
@@ -36,17 +37,24 @@ def stages_on(schedule: str, submeshes: int, chunks: int) -> list[list[int]]:
     return [[stage for stage, place in enumerate(on) if place == submesh] for submesh in range(submeshes)]
 
 
-def makespan(rows: list[list[Turn]], num_stages: int) -> int:
-    """Plays the orders with unit times and no transfers. Fails when they wait for each other."""
-    ends: dict[Turn, int] = {}  # those backward but the second parts as if they were whole
-    free, heads = [0] * len(rows), [0] * len(rows)
+def makespan(rows: list[list[Turn]], num_stages: int, travel: float = 0) -> float:
+    """Plays the orders with unit times. Fails when they wait for each other. travel: of what a stage on another submesh
+    made, from the begin of the pass before on if it may be received that early."""
+    ends: dict[Turn, float] = {}  # those backward but the second parts as if they were whole
+    free, heads, asked = [0.0] * len(rows), [0] * len(rows), [0.0] * len(rows)
+    home = {turn.stage: p for p, row in enumerate(rows) for turn in row}
     while any(head < len(row) for head, row in zip(heads, rows, strict=True)):
         before = sum(heads)
         for p, row in enumerate(rows):
             while heads[p] < len(row) and all(turn in ends for turn in needed(row[heads[p]], num_stages)):
                 turn = row[heads[p]]
-                begin = max([free[p], *(ends[other] for other in needed(turn, num_stages))])
-                free[p] = ends[as_awaited(turn)] = begin + UNITS[turn.direction]
+                is_early = heads[p] > 0 and may_come_early(row[heads[p] - 1], turn)
+                begin = free[p]
+                for other in needed(turn, num_stages):
+                    came = max(ends[other], asked[p] if is_early else free[p]) + travel
+                    begin = max(begin, ends[other] if home[other.stage] == p else came)
+                free[p], asked[p] = begin + UNITS[turn.direction], begin
+                ends[as_awaited(turn)] = free[p]
                 heads[p] += 1
         assert sum(heads) > before, "deadlock"
     return max(free)
@@ -127,6 +135,20 @@ def test_bubbles_and_what_is_held_are_as_the_row_says(case: tuple[str, int, int,
             waiting = row.waiting(left, microbatches, chunks, submeshes)
             is_exact = not row.turns_back or not submeshes < microbatches < 2 * submeshes - 1
             assert most_waiting(own) == waiting or (most_waiting(own) < waiting and not is_exact)
+
+
+@pytest.mark.parametrize("schedule", [row.name for row in SCHEDULES.values() if row.awaited])
+@pytest.mark.parametrize(("submeshes", "chunks"), [(2, 2), (2, 5), (3, 3), (4, 2), (4, 7)])
+def test_of_what_is_on_its_way_few_tensors_are_waited_for(schedule: str, submeshes: int, chunks: int) -> None:
+    """However many microbatches there are: between the others, passes are made."""
+    row = SCHEDULES[schedule]
+    chunks = row.num_chunks or chunks
+    for microbatches in (2 * submeshes, 6 * submeshes):
+        rows = orders(schedule, submeshes, chunks, microbatches)
+        assert row.awaited is not None
+        awaited = row.awaited(submeshes, microbatches, chunks)
+        longer = makespan(rows, submeshes * chunks, travel=0.125) - makespan(rows, submeshes * chunks)
+        assert longer == 0.125 * awaited
 
 
 HELD: dict[str, Callable[[int, int, int], int]] = {
