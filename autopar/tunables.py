@@ -149,9 +149,9 @@ KEPT_MORE = 8
 FINALISTS = 3
 """Plans that are built for the whole model and simulated; more where these do not fit, or simulating is quick. At 1,
 the best by estimate is believed; doubled, deep models take twice as long to simulate."""
-FAR_FINALISTS = 1.04
+FAR_FINALISTS = 1.02
 """What would take so many times the fastest that was simulated, by an estimate that is corrected, is not simulated, but
-where ranks share cores. At 1.02, what estimates cannot tell apart is left out; at 1.1, twice as much is simulated."""
+where ranks share cores. At 1.01, what estimates cannot tell apart is left out; at 1.04, a third more is simulated."""
 MOST_FINALISTS = 32
 QUICK_S = 1.0
 """Seconds for which finalists are simulated beyond that, up to so many; doubled, small models are planned later."""
