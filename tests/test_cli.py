@@ -12,6 +12,7 @@ import pytest
 
 import autopar
 from autopar import cli
+from autopar.cli import commands
 from autopar.ir.constraint import Constraint
 from autopar.profiler import host, load_profile
 from autopar.show.text import used_placements
@@ -299,7 +300,7 @@ def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: p
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "parallelize", interrupted)
+    monkeypatch.setattr(commands, "parallelize", interrupted)
     assert cli.main([*PLAN]) == 130
     assert capsys.readouterr().err == "autopar: interrupted\n"
 
