@@ -26,7 +26,8 @@ class Software:
     model: what its models are made of, beside sizes (fields of `decoder.Config`). late_sums, late_gathers: the kinds of
     ZeRO with which gradients are summed after the backward pass, and parameters gathered while nothing is computed.
     keeps_sums: float32 sums of the gradients are in memory all the time. keeps_gradients: so are the gradients
-    themselves, in 16 bits, until they are summed. pinned: of what collectives along tensor parallelism read and wrote
+    themselves, in 16 bits, until they are summed. adds_in_products: the products that make gradients of weights add
+    them to the float32 sums. pinned: of what collectives along tensor parallelism read and wrote
     (`memory.sent_ahead_bytes`), the part whose memory cannot be used again yet; pinned_spread: standard deviation of
     measured over predicted of that. cuts_activations: as in
     `autopar.simulate.Overlap`. attention: its kernel, where that is not the newest that the device's profile knows
@@ -47,6 +48,7 @@ class Software:
     late_gathers: tuple[int, ...]
     keeps_sums: bool
     keeps_gradients: bool
+    adds_in_products: bool
     pinned: float
     pinned_spread: float
     cuts_activations: bool
