@@ -107,12 +107,13 @@ def memory_of(item: Planned, software: Software, timeline: Timeline, profile: Pr
 
 
 def overlap_of(row: Row, software: Software) -> Overlap:
-    """What a row's software sends beside computation. Casts are in its constants: of its step, or its optimizer. All of
-    them have a communicator, which has a stream, for each group of ranks."""
+    """What a row's software sends beside computation. Casts are in its constants: of its step, or its optimizer."""
     early = Sums.BUFFERED if software.keeps_sums else Sums.EARLY
     sums = Sums.LATE if row.zero in software.late_sums else early
-    adds, balances = not software.adds_in_products, software.context != "ring"
-    return Overlap(sums, software.cuts_activations, casts=False, adds=adds, balances=balances, queues_apart=True)
+    return Overlap(
+        sums, software.cuts_activations, casts=False, adds=not software.adds_in_products,
+        balances=software.context != "ring", queues_apart=software.queues_apart,
+    )  # fmt: skip
 
 
 def late_gathers_ns(timeline: Timeline) -> int:
