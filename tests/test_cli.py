@@ -50,6 +50,15 @@ def test_plan_writes_the_plan_and_prints_it(tmp_path: Path, capsys: pytest.Captu
     assert plan.memory_limit == load_profile("h100").usable_bytes > 60e9, "what tensors may take of a device"
 
 
+def test_plan_of_a_compiled_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", MODEL, "--mesh", MESH, "--search", "fast", "--runs", "compiled"]
+    assert cli.main([*command, "-o", str(tmp_path / "plan.json")]) == 0
+    assert autopar.Plan.load(tmp_path / "plan.json").runs == "compiled"
+    capsys.readouterr()
+    assert cli.main([*command, "--template", "dp=2"]) == 2
+    assert "a template's program runs eagerly" in capsys.readouterr().err
+
+
 def test_plan_by_template_under_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", f"{MODEL}:Config", "--mesh", MESH, "--template", "dp=2,zero=3", "--memory-limit", "1.8MB"]
     assert cli.main(command) == 0

@@ -108,6 +108,10 @@ def _planning(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--search", choices=("fast", "default", "thorough"), default="default")
     plan.add_argument("--precision", choices=("bf16",), help="bf16 compute with float32 master weights")
     plan.add_argument(
+        "--runs", choices=("eager", "compiled", "either"), default="eager",
+        help="of a search: whether train.py calls rank.compile(); either: where the step is surely shorter by that",
+    )  # fmt: skip
+    plan.add_argument(
         "--routing", type=routing_of, metavar="TEXT",
         help="how tokens choose experts: balanced, power_law:1.2, or a file that autopar profile --routing wrote",
     )  # fmt: skip
@@ -348,11 +352,14 @@ def _plan(options: argparse.Namespace) -> int:
         )
     if template is None and options.split:
         raise PlanError("expected --split beside --template, found none: a search splits by speed where devices differ")
+    if template is not None and options.runs != "eager":
+        raise PlanError(f"expected --template or --runs {options.runs}, found both: a template's program runs eagerly")
     if template is not None:
         template |= {"split": options.split} if options.split else {}
         plan = template_plan(model, mesh, inputs, **asked, **template)
     else:
-        plan = parallelize(model, mesh, inputs, **asked, constraints=options.constraint, search=options.search).plan
+        searched = {"constraints": options.constraint, "search": options.search, "runs": options.runs}
+        plan = parallelize(model, mesh, inputs, **asked, **searched).plan
     if options.output:
         plan.save(options.output)
     print(plan)
