@@ -12,6 +12,7 @@ import pytest
 
 import autopar
 from autopar import cli
+from autopar.cli import commands
 from autopar.ir.constraint import Constraint
 from autopar.profiler import host, load_profile
 from autopar.show.text import used_placements
@@ -47,6 +48,15 @@ def test_plan_writes_the_plan_and_prints_it(tmp_path: Path, capsys: pytest.Captu
     assert printed.err == "", "no progress where stderr is no terminal"
     assert str(plan.mesh) == "h100:1x2"
     assert plan.memory_limit == load_profile("h100").usable_bytes > 60e9, "what tensors may take of a device"
+
+
+def test_plan_of_a_compiled_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", MODEL, "--mesh", MESH, "--search", "fast", "--runs", "compiled"]
+    assert cli.main([*command, "-o", str(tmp_path / "plan.json")]) == 0
+    assert autopar.Plan.load(tmp_path / "plan.json").runs == "compiled"
+    capsys.readouterr()
+    assert cli.main([*command, "--template", "dp=2"]) == 2
+    assert "a template's program runs eagerly" in capsys.readouterr().err
 
 
 def test_plan_by_template_under_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,7 +309,7 @@ def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: p
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "parallelize", interrupted)
+    monkeypatch.setattr(commands, "parallelize", interrupted)
     assert cli.main([*PLAN]) == 130
     assert capsys.readouterr().err == "autopar: interrupted\n"
 

@@ -7,16 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from autopar.auditing.frameworks import Framework
-from autopar.auditing.job import JobFile, ModelSizes, TrainingJob, divisors
+from autopar.auditing.job import PLANS, JobFile, ModelSizes, TrainingJob, divisors
 from autopar.auditing.legality import faults
 from autopar.auditing.prediction import JobPrediction, TracedModels, predicted
 from autopar.cost import Profile
 from autopar.errors import AutoparError
 from autopar.profiler import load_profile
-
-PLANS = {"fast": 10, "default": 24, "thorough": 80}
-"""How many jobs are simulated, of those that a sum of simple terms puts first. Halved, the best is missed more often;
-doubled, it takes twice as long."""
 
 MICRO_BATCHES = (1, 2, 4, 8)
 _REACHED = 0.55  # share of a device's peak that products reach, in the order of jobs alone

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autopar.auditing.better import PLANS
 from autopar.auditing.frameworks import FRAMEWORKS
-from autopar.auditing.job import RECOMPUTATIONS
+from autopar.auditing.job import PLANS, RECOMPUTATIONS
 from autopar.auditing.result import Audit, audit
 from autopar.auditing.text import searched_lines
 from autopar.ir.mesh import Mesh
@@ -40,8 +39,8 @@ def _count(text: str) -> int:
 
 
 def run(options: argparse.Namespace, load_model: LoadModel) -> int:
-    """Prints the verdict, then, seconds later, what would be better; 0, or 1 where the job is illegal or does not
-    fit."""
+    """Prints whether the job is legal at once, then what it takes, then what would be better; 0, or 1 where the job is
+    illegal or does not fit."""
     model = options.model
     if model is not None and not model.endswith(".json"):
         model = load_model(model, True)
@@ -49,7 +48,7 @@ def run(options: argparse.Namespace, load_model: LoadModel) -> int:
     told = list[str]()
 
     def tell(found: Audit) -> None:
-        lines = [printable(line) for line in searched_lines(found)] if told else str(found).split("\n")
+        lines = [printable(line) for line in searched_lines(found)] if found.is_searched else str(found).split("\n")
         for line in lines:
             if line not in told:
                 print(line, flush=True)

@@ -12,6 +12,10 @@ from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
 
 RECOMPUTATIONS = ("none", "selective", "block", "full")
+PLANS = {"fast": 10, "default": 24, "thorough": 80}
+"""How many better jobs are simulated, of those that a sum of simple terms puts first. Halved, the best is missed more
+often; doubled, it takes twice as long."""
+
 OF_A_NODE = -1  # as `shard`: among the ranks of a node
 
 
@@ -186,6 +190,17 @@ def with_batch(job: TrainingJob) -> TrainingJob:
     if whole is not None and micro is not None and times is None:
         return replace(job, accumulation=max(1, whole // (micro * ranks)))
     return job
+
+
+def check_known(job: TrainingJob, name: str) -> None:
+    """That all is known that a prediction needs. Raises PlanError with how to say it."""
+    options = {"model": "--model config.json or module:config", "seq": "--seq-len", "micro_batch": "--micro-batch",
+               "global_batch": "--global-batch"}  # fmt: skip
+    absent = job.without_sizes()
+    if absent:
+        raise PlanError(
+            f"expected {', '.join(absent)} in {name}, found none; add {', '.join(options[key] for key in absent)}"
+        )
 
 
 # What the file says ----------------------------------------

@@ -12,7 +12,6 @@ from torch import nn
 from autopar.auditing.decoder import built, constraints
 from autopar.auditing.job import TrainingJob
 from autopar.by_hand import template_of_graph
-from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.microbatch import divided_graph
@@ -24,7 +23,6 @@ from autopar.trace import trace
 
 ANY_MEMORY = 1 << 50  # whether it fits is what the verdict says, so the plan may take what it takes
 EVEN = 0.5
-SURELY = 0.95
 
 
 class TracedModels:
@@ -167,14 +165,3 @@ def _layers_again(plan: Plan, part: Graph, job: TrainingJob) -> tuple[str, ...] 
             elif place < job.recompute_layers:
                 found.append(path)
     return tuple(found)
-
-
-def check_known(job: TrainingJob, name: str) -> None:
-    """That all is known that a prediction needs. Raises PlanError with how to say it."""
-    options = {"model": "--model config.json or module:config", "seq": "--seq-len", "micro_batch": "--micro-batch",
-               "global_batch": "--global-batch"}  # fmt: skip
-    absent = job.without_sizes()
-    if absent:
-        raise PlanError(
-            f"expected {', '.join(absent)} in {name}, found none; add {', '.join(options[key] for key in absent)}"
-        )

@@ -1,27 +1,37 @@
-"""An audit: another framework's configuration, judged, and the better one beside it."""
+"""An audit: another framework's configuration, judged, and the better one beside it.
+
+Whether a file is legal is a matter of reading and counting: that is told first, and imports nothing of torch. What
+predicts and searches is imported where it is needed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-
-from autopar.auditing.better import PLANS, best_job
 from autopar.auditing.flavors import read_config
 from autopar.auditing.frameworks import FRAMEWORKS, Framework, read_file, read_text
-from autopar.auditing.job import RECOMPUTATIONS, JobFile, NotCarried, TrainingJob, completed, with_batch
+from autopar.auditing.job import (
+    PLANS,
+    RECOMPUTATIONS,
+    JobFile,
+    NotCarried,
+    TrainingJob,
+    check_known,
+    completed,
+    with_batch,
+)
 from autopar.auditing.legality import LegalityFault, faults
-from autopar.auditing.prediction import JobPrediction, TracedModels, check_known, predicted
 from autopar.auditing.writing import changed_text, differences
 from autopar.errors import AutoparError, PlanError
 from autopar.ir.mesh import Mesh, checked
-from autopar.ir.plan import Plan
-from autopar.pipeline import planned_jointly
-from autopar.request import BUDGETS, Request
 from autopar.views import view
+
+if TYPE_CHECKING:
+    from autopar.auditing.prediction import JobPrediction, TracedModels
+    from autopar.ir.plan import Plan
 
 SLOW = 0.1
 """A job is called slow where the framework's own best is faster by more than this share."""
@@ -67,11 +77,11 @@ class Audit:
 
     @property
     def verdict(self) -> str:
-        """ "illegal", "not predicted", "does not fit", "slow" or "fine"."""
+        """ "illegal", "not predicted", "does not fit", "slow" or "fine"; "legal" while no more is known."""
         if self.faults:
             return "illegal"
         if self.predicted is None:
-            return "not predicted"
+            return "not predicted" if self.refusal else "legal"
         if not self.predicted.fits:
             return "does not fit"
         return "slow" if self.gain > SLOW else "fine"
@@ -133,8 +143,8 @@ def audit(
     mesh: the devices, where the file does not say them all. model: a Hugging Face config.json, or a module and its
     global batch, where the file has no sizes. framework: where the file's ending and keys do not tell. micro_batch,
     global_batch, seq_len, vocab_size, recompute: what the file leaves to a script. search: None judges alone, "fast",
-    "default" and "thorough" also look for better ones. tell: is called with what is known before the
-    search, and with what the framework could do before autopar's own plan is looked for. Nothing of
+    "default" and "thorough" also look for better ones. tell: is called as soon as it is known that the job is legal,
+    once it is predicted, and with what the framework could do before autopar's own plan is looked for. Nothing of
     the file is executed or imported. Raises PlanError for a file that is malformed, or where something is missing.
     """
     if search is not None and search not in PLANS:
@@ -144,16 +154,24 @@ def audit(
     file, form = read_file(path, framework)
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     file = _on(file, mesh)
-    sizes, models = _model(model, file)
+    sizes = _sizes(model, file)
     wanted = {"micro_batch": micro_batch, "global_batch": global_batch, "seq": seq_len, "recompute": recompute}
     said = {**sizes, **{name: value for name, value in wanted.items() if value is not None}}
     given = tuple(said.items())
     job = _given(completed(_given(file.job, given), checked(mesh) if mesh else None), given)
     if vocab_size is not None and job.model is not None:
         job = replace(job, model=replace(job.model, vocab=vocab_size))
-    found = _judged(Audit(file, form, job, given=given), models)
+    is_module = isinstance(model, tuple)
+    found = _counted(Audit(file, form, job, given=given), is_module)
     if tell is not None:
         tell(found)
+    if not found.is_legal and search is None:
+        return found
+    models = _traced_models(model)
+    if found.is_legal:
+        found = _priced(found, models)
+        if tell is not None:
+            tell(found)
     if search is None:
         return found
     found = _bettered(found, models, search)
@@ -173,30 +191,37 @@ def _given(job: TrainingJob, given: tuple[tuple[str, Any], ...]) -> TrainingJob:
     return replace(job, **said)
 
 
-def _model(model: Any, file: JobFile) -> tuple[dict[str, Any], TracedModels]:
-    """What is said of the model beside the file, and how it is traced."""
+def _sizes(model: Any, file: JobFile) -> dict[str, Any]:
+    """What is said of the model beside the file."""
     if model is None:
-        return {}, TracedModels()
+        return {}
     if isinstance(model, (str, Path)):
         sizes, told = read_config(Path(model))
         said: dict[str, Any] = {"model": sizes}
         longest = told.get("max_position_embeddings") or told.get("n_positions")
-        return said | ({"seq": min(4096, longest)} if file.job.seq is None and longest else {}), TracedModels()
-    if isinstance(model, tuple) and len(model) == 2 and isinstance(model[0], nn.Module):
-        return _sizes_of_batch(model[1]), TracedModels(*model)
+        return said | ({"seq": min(4096, longest)} if file.job.seq is None and longest else {})
+    if isinstance(model, tuple) and len(model) == 2:
+        return _sizes_of_batch(model[1])
     raise PlanError(f"expected model as a config.json's path or (module, global batch), found {type(model).__name__}")
 
 
+def _traced_models(model: Any) -> TracedModels:
+    """How the model is traced."""
+    from autopar.auditing.prediction import TracedModels
+
+    return TracedModels(*model) if isinstance(model, tuple) else TracedModels()
+
+
 def _sizes_of_batch(inputs: Any) -> dict[str, Any]:
-    tensors = [one for one in (inputs.values() if isinstance(inputs, dict) else inputs) if isinstance(one, Tensor)]
+    tensors = [one for one in (inputs.values() if isinstance(inputs, dict) else inputs) if hasattr(one, "shape")]
     if not tensors or not tensors[0].dim():
         raise PlanError("expected a global batch whose first tensor has samples as dim 0, found none")
     shape = tensors[0].shape
     return {"global_batch": shape[0], "seq": shape[1] if len(shape) > 1 else 1}
 
 
-def _judged(found: Audit, models: TracedModels) -> Audit:
-    """Legal or not, and what it takes."""
+def _counted(found: Audit, is_module: bool) -> Audit:
+    """Legal or not. is_module: the model is one of the user's own, whose sizes are not asked for."""
     job = found.job
     if job.micro_batch is None:
         job = with_batch(replace(job, micro_batch=1))
@@ -210,12 +235,17 @@ def _judged(found: Audit, models: TracedModels) -> Audit:
         found = replace(found, job=job, file=replace(found.file, left=(*found.file.left, left)))
     job.mesh  # noqa: B018  (raises where devices are not known)
     found = replace(found, faults=tuple(faults(found.file, job)))
-    if found.faults:
-        return found
-    if not models.is_given:
+    if not found.faults and not is_module:
         check_known(job, found.file.name)
+    return found
+
+
+def _priced(found: Audit, models: TracedModels) -> Audit:
+    """With what it takes."""
+    from autopar.auditing.prediction import predicted
+
     try:
-        return replace(found, predicted=predicted(job, models))
+        return replace(found, predicted=predicted(found.job, models))
     except AutoparError as error:
         return replace(found, refusal=f"template_plan cannot say this job: {error}")
 
@@ -235,6 +265,8 @@ def _noted(file: JobFile, key: str, value: str, why: str) -> JobFile:
 
 def _bettered(found: Audit, models: TracedModels, search: str) -> Audit:
     """With what the framework could do."""
+    from autopar.auditing.better import best_job
+
     job = found.job
     if job.model is not None and not models.is_given and _is_whole(job):
         better, tried = best_job(found.file, job, found.framework, models, search)
@@ -251,6 +283,9 @@ def _bettered(found: Audit, models: TracedModels, search: str) -> Audit:
 
 def _beside_own(found: Audit, models: TracedModels, search: str) -> Audit:
     """With what autopar would do."""
+    from autopar.pipeline import planned_jointly
+    from autopar.request import BUDGETS, Request
+
     job = found.job
     if not _is_whole(job) and not models.is_given:
         return found

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from autopar.auditing.job import TrainingJob
-from autopar.auditing.prediction import SURELY, JobPrediction
 from autopar.auditing.result import Audit, lines_left
 from autopar.ir.naming import printable
-from autopar.show.text import bytes_text, time_text
+
+if TYPE_CHECKING:
+    from autopar.auditing.prediction import JobPrediction
+
+SURELY = 0.95
 
 
 def audit_text(found: Audit) -> str:
@@ -22,20 +26,23 @@ def _head(found: Audit) -> Iterator[str]:
     where = f" on {job.mesh}" if job.devices and job.gpu else ""
     yield f"{found.file.name}: {job.framework}, {what}{where}"
     is_open = found.verdict == "fine" and not found.is_searched
-    yield f"  verdict      {'legal, and fits' if is_open else found.verdict}"
+    words = {"legal": "legal; whether it fits and how long it takes follows"}
+    yield f"  verdict      {'legal, and fits' if is_open else words.get(found.verdict, found.verdict)}"
     yield f"  job          {job_text(job)}"
     if found.faults:
         for fault in found.faults:
             yield f"  illegal      {fault}"
         return
     yield "  legal        yes: degrees, heads, layers, sequence and batch divide as they must"
-    if found.predicted is None:
+    if found.predicted is not None:
+        yield from _forecast(found.predicted)
+    elif found.refusal:
         yield f"  no forecast  {found.refusal}"
-        return
-    yield from _forecast(found.predicted)
 
 
 def _forecast(found: JobPrediction) -> Iterator[str]:
+    from autopar.show.text import bytes_text, time_text
+
     told = found.plan.predicted
     word = "yes" if found.odds >= SURELY else "perhaps" if found.fits else "no"
     taken = told.taken_bytes or told.peak_bytes
@@ -76,6 +83,8 @@ def searched_lines(found: Audit) -> list[str]:
     elif found.tried:
         lines.append(f"  better       none of {found.tried} configurations that were simulated fits")
     if found.own is not None:
+        from autopar.show.text import time_text
+
         other = found.better or base
         own_ns = found.own.predicted.step_time_ns
         beyond = f", {other.step_ns / max(1, own_ns) - 1:.1%} faster than that" if other else ""
@@ -85,6 +94,8 @@ def searched_lines(found: Audit) -> list[str]:
 
 
 def _short(found: JobPrediction) -> str:
+    from autopar.show.text import time_text
+
     return f"{time_text(found.step_ns)}, fits with {found.odds:.1%}"
 
 

@@ -145,7 +145,7 @@ def node_call(
     operands = [tensors[name] for name in node.operands]
     dtypes = [tensor.dtype for tensor in operands]
     result_dtypes = [tensors[name].dtype for name in node.results]
-    kernel = operator(node.op).work.kernel
+    kernel, multiplied = operator(node.op).work.kernel, operator(node.op).work.multiplied
     return WorkKey(
         kernel(node) if kernel else node.op,
         operand_shapes,
@@ -153,7 +153,7 @@ def node_call(
         tuple([DTYPE_BYTES[dtype] for dtype in dtypes]),
         tuple([DTYPE_BYTES[dtype] for dtype in result_dtypes]),
         tuple([tensor.differentiable for tensor in operands]),
-        (result_dtypes or dtypes or ["float32"])[0],
+        (result_dtypes or dtypes or ["float32"])[0] if multiplied is None else dtypes[multiplied],
         _detail(node),
     )
 

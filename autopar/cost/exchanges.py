@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -56,6 +57,11 @@ class PlacedExperts:
     def can_choose(self) -> bool:
         """Whether ranks exchange, over axes that they can take as one."""
         return bool(self.over) and are_neighbours([self.axes[axis] for axis in self.over])
+
+    @property
+    def along_axes(self) -> str:
+        """How they exchange where no table says how: along one axis after the other."""
+        return TWO_LEVEL if len(self.over) > 1 else FLAT
 
     @cached_property
     def even_rows(self) -> int:
@@ -157,6 +163,17 @@ def priced_tables(placed: Mapping[str, PlacedExperts]) -> dict[str, ExchangeTabl
         if key not in known:
             known[key] = one.table
     return {name: known[_likeness(one)] for name, one in placed.items()}
+
+
+def prices_in_chunks(placed: Collection[PlacedExperts]) -> dict[int, int]:
+    """By number of chunks, what some operators together take at the mean of the loads that the routing draws."""
+    count = Counter(map(_likeness, placed))
+    alike = {_likeness(one): one for one in placed}
+    rows = {key: round(sum(one.loads) / len(one.loads)) for key, one in alike.items()}
+    return {
+        chunks: sum(count[key] * one.price_ns(rows[key], one.along_axes, chunks) for key, one in alike.items())
+        for chunks in CHUNKS
+    }  # fmt: skip
 
 
 def _likeness(one: PlacedExperts) -> Hashable:

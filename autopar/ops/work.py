@@ -104,6 +104,8 @@ class WorkKind(NamedTuple):
     """The product of matrices that a call is; None where it is none, or one that depends on values."""
     kernel: Callable[[Node], str] | None = None
     """The operator whose row has the call's work, where arguments choose between kernels."""
+    multiplied: int | None = None
+    """The operand whose dtype is that of the products, where what is made of them may have another."""
 
     def forward_flops(self, call: WorkKey) -> int:
         """Floating-point operations of the forward pass."""
@@ -465,7 +467,9 @@ ADDMM = _products("matmul", _addmm_flops, product=_addmm_product)
 EINSUM = _products("matmul", _einsum_flops, product=_einsum_product, detail=_equation)
 CONVOLUTION = _products("convolution", _convolution_flops)
 TRANSPOSED_CONVOLUTION = _products("convolution", _transposed_convolution_flops)
-EXPERTS = WorkKind("matmul", _experts_flops, _experts_moved, gradient=_experts_gradient, detail=_num_experts)
+EXPERTS = WorkKind(
+    "matmul", _experts_flops, _experts_moved, gradient=_experts_gradient, detail=_num_experts, multiplied=3
+)  # fmt: skip
 ATTENTION = WorkKind("attention", _attention_flops, gradient=_attention_gradient, detail=_mask)
 CONTEXT_ATTENTION = ATTENTION._replace(detail=_mask_over)
 SOFTMAX = WorkKind("softmax")

@@ -2,9 +2,10 @@
 expert parallelism, so that none of one line beats the answer.
 
 Chunks let experts compute beside what travels, and start more collectives. No placement depends on them, so that
-nothing is solved again: each number is a simulation. More chunks are tried while they gain. Where the loads that the
-routing draws ask for different ways, the plan may read them from a table when it runs: it is taken where it gains in
-their mean.
+nothing is solved again: the operators are priced in each number, and the plan is simulated in the one that is cheapest;
+in more and more, as long as they gain, where an operator's ranks are no neighbours, so that it has no price. Where the
+loads that the routing draws ask for different ways, the plan may read them from a table when it runs: it is taken where
+it gains in their mean.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.clock import is_interrupted
-from autopar.cost.exchanges import PlacedExperts, beyond_mean_ns, placed_experts, priced_tables
+from autopar.cost.exchanges import PlacedExperts, beyond_mean_ns, placed_experts, priced_tables, prices_in_chunks
 from autopar.driver import Candidate, Context, Front, of_plan, outline_of
 from autopar.errors import AutoparError
 from autopar.families import faster_templates
-from autopar.ir.exchange_table import FLAT, MOST_CHUNKS, TWO_LEVEL, ExchangeTable, ExchangeWay
+from autopar.ir.exchange_table import MOST_CHUNKS, ExchangeTable, ExchangeWay
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Substitution
 from autopar.microbatch import divided_graph
 from autopar.ops.experts import ROUTED_EXPERTS, exchanged_over
 from autopar.passes.template import is_open
 from autopar.rewrites import by_load, in_chunks
-from autopar.simulate import predict, simulate, traffic, traffic_by_submesh
+from autopar.simulate import Timeline, predict, simulate, traffic, traffic_by_submesh
 from autopar.substitute import GraphCandidate, exchanges
 from autopar.substitute.backtracking import RESOLUTION
 
@@ -47,13 +48,27 @@ def exchange(front: Front, context: Context) -> Iterator[Candidate]:
     best = front.best
     if best is None or not exchanges_tokens(best.graph, best.plan) or _is_in_chunks(best):
         return
-    fastest_ns, chunks = best.step_ns, 2
-    while chunks <= MOST_CHUNKS and not is_interrupted():
+    priced = _cheapest_chunks(best, context)
+    fastest_ns, chunks = best.step_ns, priced or 2
+    while 1 < chunks <= MOST_CHUNKS and not is_interrupted():
         found = _in_chunks(best, chunks, context)
         if found is None or found.step_ns >= fastest_ns:
             return
         yield found
+        if priced:
+            return
         fastest_ns, chunks = found.step_ns, 2 * chunks
+
+
+def _cheapest_chunks(best: Candidate, context: Context) -> int | None:
+    """The number of chunks in which the plan's operators together take least at their mean load; None where one has no
+    price."""
+    part = divided_graph(best.graph, best.plan.microbatches)
+    placed = placed_experts(part, best.plan, context.profiles)
+    if len(placed) < len(exchanges.routed(best.graph)):
+        return None
+    prices = prices_in_chunks(placed.values())
+    return min(prices, key=prices.__getitem__)
 
 
 def adapt(front: Front, context: Context) -> Iterator[Candidate]:
@@ -94,9 +109,8 @@ def _by_load(
 
 
 def _as_it_is(one: PlacedExperts) -> ExchangeTable:
-    """The one way of an operator that exchanges the same at any load: along each axis."""
-    how = TWO_LEVEL if len(one.over) > 1 else FLAT
-    return ExchangeTable((ExchangeWay(0, how, int(dict(one.node.kwargs).get("chunks", 1))),))
+    """The one way of an operator that exchanges the same at any load."""
+    return ExchangeTable((ExchangeWay(0, one.along_axes, int(dict(one.node.kwargs).get("chunks", 1))),))
 
 
 def exchanges_tokens(graph: Graph, plan: Plan) -> bool:
@@ -130,25 +144,17 @@ def _simulated_as(best: Candidate, graph: Graph, steps: tuple[Substitution, ...]
     asked = Candidate(GraphCandidate(graph, steps, best.variant.cost_ns))
     plan = replace(best.plan, fingerprint=graph.fingerprint)
     try:
-        plan = _simulated(graph, plan, context)
+        played = simulate(divided_graph(graph, plan.microbatches), plan, context.profiles)
     except AutoparError:
         return None
+    plan = replace(plan, predicted=predict(played))
     if plan.predicted.peak_bytes > plan.memory_limit:
         return None
-    return replace(of_plan(asked, outline_of(plan), plan, partial(_with_traffic, graph, plan, context)), rank=best.rank)
+    return replace(of_plan(asked, outline_of(plan), plan, partial(_with_traffic, graph, plan, played)), rank=best.rank)
 
 
-def _simulated(graph: Graph, plan: Plan, context: Context) -> Plan:
-    part = divided_graph(graph, plan.microbatches)
-    return replace(plan, predicted=predict(simulate(part, plan, context.profiles)))
-
-
-def _with_traffic(graph: Graph, plan: Plan, context: Context) -> Plan:
+def _with_traffic(graph: Graph, plan: Plan, played: Timeline) -> Plan:
     """The plan with the exact bytes that it sends; of several stages, of the submesh that sends most."""
-    if len(plan.stages) == 1:
-        by_submesh = [traffic(graph, plan)]
-    else:
-        played = simulate(divided_graph(graph, plan.microbatches), plan, context.profiles)
-        by_submesh = traffic_by_submesh(graph, plan, played)
+    by_submesh = [traffic(graph, plan)] if len(plan.stages) == 1 else traffic_by_submesh(graph, plan, played)
     sent = max(by_submesh, key=lambda counts: sum(counts.values()))
     return replace(plan, predicted=replace(plan.predicted, comm_bytes=sent))

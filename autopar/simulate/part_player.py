@@ -159,7 +159,7 @@ class PartPlayer(Player):
         """forward: what is known with the same around it; is_alone: it is all that is played; overlap: when buckets go
         home; following, preceding: what is asked for ahead, forward and backward; lent: slots of other parts' units."""
         self.lent, self.begins_back = lent, begins_back
-        self.part, self.forward, self.overlap = part, forward, overlap
+        self.part, self.forward = part, forward
         self.is_first, self.shares = is_first, shares
         self.program = copy.copy(part.program)
         self.orders, self.lifetimes, self.directions = part.orders, part.lifetimes, part.directions
@@ -168,7 +168,7 @@ class PartPlayer(Player):
         self.has_root = root is not None
         if following or preceding or root:
             self._look_around(following, preceding, root)
-        super().__init__(self.program, profile, self.orders)
+        super().__init__(self.program, profile, self.orders, overlap)
         slots = self.program.slots
         self._share_of = {slot: number for number, share in enumerate(shares) for slot in share.slots}
         self._moved = {
@@ -248,7 +248,7 @@ class PartPlayer(Player):
         sent = [one for item in items for one in (*item.forward, *item.backward, *item.inner, *item.inner_backward)]
         sent += [one for share in self.shares for one in share.transmissions]
         sent += [one for buckets in self.orders.gathers.values() for bucket in buckets for one in bucket.transmissions]
-        return tuple(sorted({one.level for one in sent}))
+        return tuple(sorted(self.overlap.links({one.level for one in sent})))
 
     def _completing(self) -> dict[int, list[int]]:
         """By item, the shares that it completes, in the order in which they go home: a branch hands out all gradients

@@ -168,7 +168,7 @@ class PartedStage:
         return whole_pass(PassKind("begin"), gathered.done, standing, self._renames.of(-1))
 
     def _optimize(self, carried: Carried, standing: Standing) -> Pass:
-        return optimizer_pass(self.variants.profile.slowdowns, carried, standing, self.optimizer_ns, self.workspace)
+        return optimizer_pass(self.variants.slowdowns, carried, standing, self.optimizer_ns, self.workspace)
 
 
 class PartlySplitStage(PartedStage):

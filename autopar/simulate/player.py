@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial
@@ -34,6 +34,7 @@ BEGUN = "begun"  # marks a bucket that another part has begun, in the name of wh
 UNDER_WAY = "gradients under way"
 IN_CHUNKS = ("all_gather", "reduce_scatter")  # collectives that products can be computed beside, chunk by chunk
 STOPPING = ("activation", "operator")  # purposes of collectives that the rank does not go on beside
+APART = "for weights"  # in the name of a link's second queue
 ROOT = 0  # the unit of parameters that belong to no block
 LEAVE_GRADIENTS = (FORWARD, BACKWARD_INPUT)  # passes that make no gradients of stored tensors
 
@@ -64,15 +65,47 @@ class Overlap(NamedTuple):
     there are ranks, each beside the product of another (Wang et al., ASPLOS'23; Transformer Engine's user buffers), so
     that one chunk is left in which nothing is computed. Of products that take as long, as large models' do. casts: the
     master weights are cast where they are used, and each gradient where it is made, as emitted programs do; others keep
-    weights in 16 bits, which their optimizer writes.
+    weights in 16 bits, which their optimizer writes. adds: gradients are added to those of earlier microbatches by
+    kernels of their own, as emitted programs do; else the products that make them add them up in float32, at the pace
+    at which tables of a profile have gradients of weights (gradient accumulation fusion of Megatron-LM). balances:
+    attention in a ring first exchanges halves of sequences, so that all ranks have as much of the causal part, as
+    emitted programs do; else sequences come so from the input on, as Megatron-LM cuts them. queues_apart: gradients and
+    parameters queue by themselves on a level of links, as communicators of their own do, so that what stops a rank does
+    not wait behind them; the time in which both are under way is not told.
     """
 
     sums: Sums = Sums.EARLY
     cuts_activations: bool = False
     casts: bool = True
+    adds: bool = True
+    balances: bool = True
+    queues_apart: bool = False
+
+    def link(self, level: str, purpose: str) -> str:
+        """The queue of what is sent."""
+        return level if purpose in STOPPING or not self.queues_apart else f"{level} {APART}"
+
+    def links(self, levels: Iterable[str]) -> Iterator[str]:
+        """All queues of some levels."""
+        yield from levels
+        yield from (f"{level} {APART}" for level in levels if self.queues_apart)
+
+    def inside(self, sent: Sequence[Transmission]) -> Sequence[Transmission]:
+        """Of what an operator sends, what is left."""
+        if self.balances or all(one.collective != "ring" for one in sent):
+            return sent
+        return [one for one in sent if one.collective != "all_to_all"]
 
 
 AS_EMITTED = Overlap()
+
+
+def slowdowns_of(profile: Profile, overlap: Overlap) -> Mapping[str, float]:
+    """Of compute while something is sent, by queue."""
+    known = profile.slowdowns
+    if not overlap.queues_apart:
+        return known
+    return {link: times for level, times in known.items() for link in overlap.links((level,))}
 
 
 class PassKind(NamedTuple):
@@ -282,15 +315,14 @@ class Player:
 
     lifetimes: Lifetimes
     shares: tuple[Share, ...]
-    overlap: Overlap
     _complete_at: Mapping[int, Sequence[int]]
     _share_of: Mapping[int, int]
     _moved: Collection[int]
 
-    def __init__(self, program: LocalProgram, profile: Profile, orders: Orders) -> None:
-        self.program, self.orders = program, orders
+    def __init__(self, program: LocalProgram, profile: Profile, orders: Orders, overlap: Overlap) -> None:
+        self.program, self.orders, self.overlap = program, orders, overlap
         self._collective_ns = profile.host.collective_ns if profile.host else 0
-        self._slowdowns = profile.slowdowns
+        self._slowdowns = slowdowns_of(profile, overlap)
         self._number = {slot.value: number for number, slot in enumerate(program.slots)}
 
     def start(self, kind: PassKind, engine: Engine, meet: Meet | None) -> None:
@@ -385,9 +417,7 @@ class Player:
         after = [task for value in item.outputs if value in gradients for task in gradients[value]]
         if item.inner:  # what it sent in the forward pass may be under way still
             after += [ready[value] for value in item.outputs if value in ready]
-        own = step.own_ns if kind.is_first else step.own_ns + step.kept_ns
-        if kind.is_last:
-            own += step.last_ns
+        own = step.own_ns + (0 if kind.is_first else self._kept_ns(step)) + (step.last_ns if kind.is_last else 0)
         if item.backward:
             handled = [self._compute(item.name, kind.name, own, after)] if own else after
             first, last = self._transmit(item.name, "activation", item.backward, handled)
@@ -396,13 +426,18 @@ class Player:
                 after += [ready[value] for value in step.slots if value in ready]
             first = last = self._compute(item.name, kind.name, own, after, step.issue_ns)
         if step.inner:
-            _, last = self._transmit(item.name, "operator", step.inner, [last])
+            _, last = self._transmit(item.name, "operator", self.overlap.inside(step.inner), [last])
         for value in step.wanting:
             gradients[value].append(last)
         engine.change(first, last, step.taken[0], step.given[0], "activations")
         engine.change(first, last, step.taken[1], step.given[1], "activation gradients")
         if step.ends:
             self._run_gradients(step.number, first, last)
+
+    def _kept_ns(self, step: BackwardStep) -> int:
+        """Adding gradients to those of earlier microbatches, where no product does."""
+        slots = (self.program.slots[self._number[value]] for value in step.slots)
+        return step.kept_ns if self.overlap.adds or any(slot.reduces_each for slot in slots) else 0
 
     def _run_gradients(self, number: int, first: int, last: int) -> None:
         """What an item's backward means for gradients of stored tensors."""
@@ -437,7 +472,7 @@ class Player:
 
     def _send_inside(self, item: Item, after: int) -> int:
         """What an operator sends in its forward pass; the last task. What was sent early holds up nothing."""
-        for sent in item.inner:
+        for sent in self.overlap.inside(item.inner):
             if sent.is_early:
                 if self._collective_ns:
                     self.engine.launch(self._collective_ns)
@@ -460,10 +495,10 @@ class Player:
                 duration_ns //= sent.num_ranks
             kind = f"{purpose} {sent.collective}"
             before = tasks[-1:] or after
+            link = self.overlap.link(sent.level, purpose)
             others = None if self._meet is None else partial(self._meet, sent.axis)
             task = self.engine.transmit(
-                sent.level, name, kind, duration_ns, before, self._collective_ns, others,
-                sent.waits if stops else None,
+                link, name, kind, duration_ns, before, self._collective_ns, others, sent.waits if stops else None,
             )  # fmt: skip
             tasks.append(task)
             self._note_sent(sent, kind, duration_ns)

@@ -39,7 +39,7 @@ from autopar.simulate.parts import (
     kept_after,
     ways_of,
 )
-from autopar.simulate.player import AS_EMITTED, Meet, Overlap, Pass, Played, Player, finished, first_read
+from autopar.simulate.player import AS_EMITTED, Meet, Overlap, Pass, Played, Player, finished, first_read, slowdowns_of
 from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, OtherLane, PriceTable, StoredPrice, Transmission
 from autopar.simulate.segments import Differences, Key, Numbers, Segment, known_segments
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways
@@ -117,6 +117,7 @@ class Variants:
         such stages; the rest as in `Lowering`."""
         self.graph, self.profile, self.is_stage = graph, profile, graph.ends is not None
         self._overlap, self.known = overlap, known or KnownParts()
+        self.slowdowns = slowdowns_of(profile, overlap)
         facts, self._numbers = graph_facts(whole, profile.device_type), self.known.numbers
         self.segments = known_segments(whole, graph, facts, frozenset(plan.recompute), is_cut, is_split)
         batched = {name: whole.tensors[name].shape[0] for name in batch_inputs(whole)}
@@ -374,7 +375,7 @@ class Variants:
         """Plays the begin of the step, from what other stages of the device have under way."""
         if not any(part.first_played for part in parts):
             sizes = sum(part.first_bytes for part in parts)
-            engine = Engine(self.profile.slowdowns, carried)
+            engine = Engine(self.slowdowns, carried)
             engine.allocate(LAST, sizes, "gathered", Moment.SEND)
             return FirstGathers({}, {}, finished(engine, {}, {}))
         key = carried, tuple([self._first_form(part) for part in parts])
@@ -415,7 +416,7 @@ class Variants:
                 places.append((number, n))
                 program.slots.append(slot.at(len(places) - 1, 0, f"{number}:{n}"))
         program.gathers = self.lowering.first_gathers_of(program)
-        begun = Player(program, self.profile, Orders()).gather(carried, meet)
+        begun = Player(program, self.profile, Orders(), self._overlap).gather(carried, meet)
         quiet = sum(part.first_bytes - part.first_played_bytes for part in parts) if is_plain else 0
         if quiet:
             begun.done.allocations.append((0, quiet, "gathered", Moment.SEND))

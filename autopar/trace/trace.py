@@ -24,6 +24,7 @@ from autopar.trace.clean import clean
 from autopar.trace.convert import convert
 from autopar.trace.counting import without_counting
 from autopar.trace.export import bind_inputs, check_gradients, export
+from autopar.trace.filled import with_parts_joined
 from autopar.trace.hooks import parameter_hooks
 from autopar.trace.inner_batch import with_leading_batch
 from autopar.trace.layouts import check_layouts
@@ -78,7 +79,7 @@ def trace(
     graph = replace(graph, arguments=arguments, starts=loss_values(model, loss_fn), unsaved=unsaved)
     if compute_dtype is not None:
         graph = with_wide_buffers(graph, buffer_dtypes(whole), str(compute_dtype).removeprefix("torch."))
-    routed = clean(fuse_routing(clean(without_counting(clean(graph)))))
+    routed = clean(fuse_routing(clean(without_counting(with_parts_joined(clean(graph))))))
     graph = share(number(with_offsets(clean(with_leading_batch(routed)))))
     if compute_dtype is None:
         return graph

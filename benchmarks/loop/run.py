@@ -1,11 +1,16 @@
 """The closed loop on this host: a plan is traced, its profile learns from that, and the step is predicted again.
 
-    python -m benchmarks.loop.run [--models MODEL ...] [--profiles NAME ...] [--rounds 3]
+    python -m benchmarks.loop.run [--models MODEL ...] [--layouts NAME ...] [--profiles NAME ...] [--rounds 3]
 
-For each model (module:config) on one rank, pairs of runs at the same time, one to learn from and one to hold the next
-prediction against: what the host does besides makes both slower. A step is what the rank spends of a processor. `error`
-is the median over pairs of the error of the profile before any run, `error again` that of a profile that has learned
-from the one run of a pair, against the other.
+For each model (module:config) and layout, pairs of runs, one to learn from and one to hold the next prediction against.
+`error` is the median over pairs of the error of the profile before any run, `error again` that of a profile that has
+learned from the one run of a pair, against the other.
+
+What else the host does is kept out. One rank: a step is what it spends of a processor, and both runs of a pair take
+place at the same time. Several ranks: a step is what passes until the last one ends; the ranks are in the real-time
+class (where the system allows it), so that no other program has their cores, and the runs of a pair follow each other,
+with a fixed loop before, between and after them: where its times differ by more than a tenth, the host had another
+speed in one run than in the other, and the pair is made again. Both rules are for the host, and know of no prediction.
 
 Profiles are the host's own, and copies of it that are wrong about memory-bound operators, products, what a call costs,
 or the optimizer. `of another` is the error for a model after a run of the model above it in the table.
@@ -15,21 +20,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import date
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import autopar
 from autopar.cli import load_model
 from autopar.cost.profile import Profile, profile_from_json, profile_to_json
+from autopar.ir.plan import Plan
 from autopar.observed.kineto import RankTrace, read_traces
 from autopar.observed.learning import learned
 from autopar.observed.measured import measured
@@ -40,6 +48,17 @@ from benchmarks.facts import facts
 HERE = Path(__file__).parent
 MODELS = ("models.gpt:Config", "models.llama:Config", "models.wide_resnet:Config")
 PRODUCTS = ("matmul", "attention", "convolution")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1 rank": {},
+    "dp 2": {"dp": 2},
+    "tp 2": {"tp": 2},
+    "zero 3 on 2": {"dp": 2, "zero": 3},
+    "pp 2": {"pp": 2, "microbatches": 2},
+    "dp 4": {"dp": 4},
+    "dp 2, tp 2": {"dp": 2, "tp": 2},
+}
+EVEN = 1.1  # the most by which the fixed loop's times may differ within a pair
+MOST_TRIES = 4  # of a pair
 
 
 def _slow_curves(data: dict[str, Any], times: float, is_meant: Any) -> None:
@@ -91,41 +110,108 @@ class Pair(NamedTuple):
     held_out_ns: int
 
 
+class Setup(NamedTuple):
+    """A model and how it is laid out."""
+
+    model: str
+    layout: str
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the layout."""
+        given = LAYOUTS[self.layout]
+        return math.prod(given.get(name, 1) for name in ("dp", "tp", "pp"))
+
+
 @cache
-def planned(model: str, profile: Path) -> PlannedProgram:
-    """The model on one rank."""
-    module, inputs = load_model(model)
-    mesh = autopar.Mesh(str(profile), devices_per_node=1)
-    plan = autopar.template_plan(module, mesh, inputs, check=False)
-    return autopar.parallelize(module, mesh, inputs, plan=plan, check=False)
+def template(setup: Setup) -> Plan:
+    """The layout's plan under the host's own profile."""
+    module, inputs = load_model(setup.model)
+    mesh = autopar.Mesh("cpu", devices_per_node=setup.num_ranks)
+    return autopar.template_plan(module, mesh, inputs, check=False, **LAYOUTS[setup.layout])
 
 
-def traced(folder: Path, into: Sequence[Path], steps: int) -> list[list[RankTrace]]:
-    """Traced runs of the folder's program at the same time."""
-    command = [sys.executable, "-m", "autopar.runtime.recording", str(folder), "--steps", str(steps), "--into"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+@cache
+def planned(setup: Setup, profile: Path) -> PlannedProgram:
+    """The same plan under another profile."""
+    data = json.loads(template(setup).to_json())
+    data["mesh"] = [[str(profile), *shape] for _, *shape in data["mesh"]]
+    module, inputs = load_model(setup.model)
+    mesh = autopar.Mesh(str(profile), devices_per_node=setup.num_ranks)
+    return autopar.parallelize(module, mesh, inputs, plan=Plan.from_json(json.dumps(data)), check=False)
+
+
+def started(folder: Path, num_ranks: int, into: Path, steps: int) -> subprocess.Popen[bytes]:
+    """A traced run of the folder's program."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    what = ["-m", "autopar.runtime.recording", str(folder), "--steps", str(steps), "--into", str(into)]
+    command = [sys.executable, *(ranks if num_ranks > 1 else []), *what]
     quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    started = [subprocess.Popen([*command, str(path)], env=environment, **quiet) for path in into]
-    if any(list(map(subprocess.Popen.wait, started))):
-        raise SystemExit(f"{command} failed")
-    return [read_traces(path) for path in into]
+    alone = _take_cores if num_ranks > 1 else None
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=alone, **quiet)
 
 
-def pairs(model: str, profile: Path, folder: Path, rounds: int, steps: int) -> list[Pair]:
+def _take_cores() -> None:
+    """Puts the process, and those that it starts, before all others of the host, where that is allowed."""
+    with suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+
+
+def ended(run: subprocess.Popen[bytes], into: Path) -> list[RankTrace]:
+    """The traces of a run."""
+    if run.wait():
+        raise SystemExit(f"{run.args} failed")
+    return read_traces(into)
+
+
+LOOP = """
+import time
+def once():
+    began = time.process_time_ns()
+    sum(range(2_000_000))
+    return time.process_time_ns() - began
+print(min(once() for _ in range(5)))
+"""
+
+
+def loop_ns() -> int:
+    """What a fixed loop takes of a processor, on all cores at the same time as ranks do: the least of five each."""
+    start = partial(subprocess.Popen, stdout=subprocess.PIPE, preexec_fn=_take_cores)
+    started = [start([sys.executable, "-c", LOOP]) for _ in range(os.cpu_count() or 1)]
+    return max(int(one.communicate()[0]) for one in started)
+
+
+def pair_of(setup: Setup, out: Path, folder: Path, steps: int) -> tuple[list[RankTrace], list[RankTrace]]:
+    """Two runs: at the same time for one rank, else one after the other at an even speed of the host."""
+    into = folder / "taught", folder / "held_out"
+    if setup.num_ranks == 1:
+        both = [started(out, 1, path, steps) for path in into]
+        taught, held_out = map(ended, both, into)
+        return taught, held_out
+    for _ in range(MOST_TRIES):
+        speeds, found = [loop_ns()], []
+        for path in into:
+            found.append(ended(started(out, setup.num_ranks, path, steps), path))
+            speeds.append(loop_ns())
+        if max(speeds) <= EVEN * min(speeds):
+            return found[0], found[1]
+        print(f"<!-- {setup}: the host's speed changed, once more -->", flush=True)
+    raise SystemExit(f"the host's speed changed in {MOST_TRIES} pairs of runs; wait until it is idle")
+
+
+def pairs(setup: Setup, profile: Path, folder: Path, rounds: int, steps: int) -> list[Pair]:
     """One after the other."""
-    out = planned(model, profile).save_traced(folder / "out")
-    both = [
-        traced(out, [folder / f"taught_{number}", folder / f"held_out_{number}"], steps) for number in range(rounds)
-    ]
-    return [Pair(taught, measured(held_out, range(1)).step_ns) for taught, held_out in both]
+    out = planned(setup, profile).save_traced(folder / "out")
+    both = [pair_of(setup, out, folder / str(number), steps) for number in range(rounds)]
+    return [Pair(taught, measured(held_out, range(setup.num_ranks)).step_ns) for taught, held_out in both]
 
 
-def taught(profile: Path, model: str, traces: Sequence[RankTrace], folder: Path) -> Path:
+def taught(profile: Path, setup: Setup, traces: Sequence[RankTrace], folder: Path) -> Path:
     """The profile that has learned from a run, as if the plan had been made with it."""
-    expected = json.loads((planned(model, profile).save_traced(folder / "told") / "expected.json").read_text())
+    expected = json.loads((planned(setup, profile).save_traced(folder / "told") / "expected.json").read_text())
     own = [replace(trace, expected=expected) for trace in traces]
     found = learned(profile_from_json(json.loads(profile.read_text()), str(profile)), own, date.today().isoformat())
-    return _written(folder / f"{profile.stem}_{traces[0].path.parent.name}.json", profile_to_json(found.profile))
+    return _written(folder / f"{profile.stem}_{traces[0].path.parent.parent.name}.json", profile_to_json(found.profile))
 
 
 def _written(path: Path, data: Mapping[str, Any]) -> Path:
@@ -141,50 +227,54 @@ def wrong(host: Profile, name: str, folder: Path) -> Path:
     return _written(folder / f"{name.replace(' ', '_')}.json", data)
 
 
-def error(model: str, profile: Path, pair: Pair) -> float:
+def error(setup: Setup, profile: Path, pair: Pair) -> float:
     """The step that is predicted over that of the run that none has learned from, less 1."""
-    return planned(model, profile).plan.predicted.step_time_ns / pair.held_out_ns - 1
+    timeline = planned(setup, profile).plan.timeline()  # what a file of a plan says was predicted under another profile
+    return timeline.step_time_ns / pair.held_out_ns - 1
 
 
-def rows(models: Sequence[str], names: Sequence[str], rounds: int, steps: int, folder: Path) -> Iterator[str]:
-    """A line for each model and profile."""
+def rows(setups: Sequence[Setup], names: Sequence[str], rounds: int, steps: int, folder: Path) -> Iterator[str]:
+    """A line for each model, layout and profile."""
     host = load_profile("cpu")
     profiles = {name: wrong(host, name, folder) for name in names}
-    above: dict[str, list[Path]] = {}
-    for number, model in enumerate(models):
+    above: dict[tuple[str, str], list[Path]] = {}
+    for number, setup in enumerate(setups):
         place = folder / str(number)
-        seen = pairs(model, wrong(host, "as it is", folder), place, rounds, steps)
+        seen = pairs(setup, wrong(host, "as it is", folder), place, rounds, steps)
         for name, profile in profiles.items():
-            after = [taught(profile, model, pair.taught, place) for pair in seen]
-            before = statistics.median(error(model, profile, pair) for pair in seen)
-            again = statistics.median(abs(error(model, one, pair)) for one, pair in zip(after, seen, strict=True))
-            other = [abs(error(model, one, pair)) for one in above.get(name, []) for pair in seen]
-            yield _row(model, name, seen, before, again, other)
-            above[name] = after
+            after = [taught(profile, setup, pair.taught, place) for pair in seen]
+            before = statistics.median(error(setup, profile, pair) for pair in seen)
+            again = statistics.median(abs(error(setup, one, pair)) for one, pair in zip(after, seen, strict=True))
+            known = above.get((setup.layout, name), [])
+            other = [abs(error(setup, one, pair)) for one in known for pair in seen]
+            yield _row(setup, name, seen, before, again, other)
+            above[setup.layout, name] = after
 
 
-def _row(model: str, name: str, seen: Sequence[Pair], before: float, again: float, other: Sequence[float]) -> str:
+def _row(setup: Setup, name: str, seen: Sequence[Pair], before: float, again: float, other: Sequence[float]) -> str:
     steps = sorted(pair.held_out_ns for pair in seen)
     spread = f"{steps[0] / 1e6:.2f} to {steps[-1] / 1e6:.2f}"
     told = "not wrong" if abs(before) <= 0.10 else "yes" if again <= abs(before) / 2 else "NO"
     another = f"{statistics.median(other):.1%}" if other else ""
-    return f"| {model} | {name} | {spread} | {before:+.1%} | {again:.1%} | {told} | {another} |"
+    return f"| {setup.model} | {setup.layout} | {name} | {spread} | {before:+.1%} | {again:.1%} | {told} | {another} |"
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=MODELS)
+    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--profiles", nargs="*", default=list(PROFILES), choices=list(PROFILES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
     told = facts("benchmarks.loop.run")
     print(f"`{told['command']}`, {told['machine']}, {told['date']}\n")
-    print("| model | profile | steps held against, ms | error | error again | halved | of another |")
-    print("|---|---|---:|---:|---:|---|---:|")
+    print("| model | layout | profile | steps held against, ms | error | error again | halved | of another |")
+    print("|---|---|---|---:|---:|---:|---|---:|")
+    setups = [Setup(model, layout) for layout in options.layouts for model in options.models]
     with tempfile.TemporaryDirectory() as folder:
-        for row in rows(options.models, options.profiles, options.rounds, options.steps, Path(folder)):
+        for row in rows(setups, options.profiles, options.rounds, options.steps, Path(folder)):
             print(row, flush=True)
 
 

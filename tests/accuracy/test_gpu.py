@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from autopar.cost import Profile
+from autopar.cost.compute import node_time_ns
+from autopar.ir.graph import Graph
 from autopar.profiler import load_profile
 from autopar.trace import trace
 from benchmarks.accuracy.gpu import decoder
 from benchmarks.accuracy.gpu.__main__ import main
-from benchmarks.accuracy.gpu.plans import TRACED_LENGTH, empty_stages, of_length, stage_layers
-from benchmarks.accuracy.gpu.predictions import Predicted
+from benchmarks.accuracy.gpu.plans import TRACED_LENGTH, empty_stages, of_length, stage_layers, with_half_head
+from benchmarks.accuracy.gpu.predictions import Predicted, with_float8
 from benchmarks.accuracy.gpu.rows import Row, Sizes, read_rows
 from benchmarks.accuracy.gpu.scores import fast_runs, needs_no_more, of_grid, regret, spearman, summary
 from benchmarks.accuracy.gpu.softwares import by_threshold, read_softwares, software_of, write_softwares
@@ -147,6 +150,23 @@ def test_a_traced_graph_of_another_length_is_the_one_traced_with_it(is_llama: bo
         trace(*decoder.build(replace(config, seq_len=length), 4), mode="train") for length in (TRACED_LENGTH, 48)
     )
     assert of_length(traced, 48).fingerprint == wanted.fingerprint
+
+
+def test_the_head_of_a_model_trained_in_float8_stays_in_16_bits() -> None:
+    """Layers take what float8's table says, the head what bfloat16's does, forward and backward."""
+    config = decoder.Config(2048, 1, 4096, 32, 32, 128, 16384, 32768)
+    graph = trace(*decoder.build(config, 8), mode="train", compute_dtype=torch.bfloat16)
+    h100 = load_profile("h100")
+
+    def times_ns(graph: Graph, profile: Profile, name: str) -> tuple[int, int]:
+        (node,) = (node for node in graph.nodes if node.scope.module.endswith(name) and "linear" in node.op)
+        shapes = ([graph.tensors[value].shape for value in values] for values in (node.operands, node.results))
+        return node_time_ns(node, *map(tuple, shapes), graph.tensors, profile)  # type: ignore[arg-type]
+
+    in_float8 = with_half_head(graph), with_float8(h100)
+    assert times_ns(*in_float8, "head") == times_ns(graph, h100, "head")
+    for name in ("up", "down"):
+        assert sum(times_ns(*in_float8, name)) < 0.8 * sum(times_ns(graph, h100, name))
 
 
 # Figures ----------------------------------------

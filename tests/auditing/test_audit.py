@@ -5,6 +5,7 @@ with everything else as it was."""
 from __future__ import annotations
 
 import difflib
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -222,3 +223,21 @@ def test_the_command_prints_a_verdict_and_says_it_by_its_status(
     assert cli.main(["audit", str(written(job, dp=3)), "--mesh", "h100:8", "--search", "none"]) == 1
     assert "choose degrees whose product is 8" in capsys.readouterr().out
     assert cli.main(["audit", "no.toml", "--mesh", "h100:8"]) == 2
+
+
+def test_what_is_illegal_is_told_without_torch(job: Path) -> None:
+    """Legality is reading and counting; so it is said at once."""
+    script = (
+        "import sys; from autopar.cli import main; status = main(sys.argv[1:]); "
+        "sys.exit(10 * ('torch' in sys.modules) + status)"
+    )
+    command = [sys.executable, "-c", script, "audit", str(written(job, kv_heads=2, dp=2, tp=4)), "--mesh", "h100:8"]
+    found = subprocess.run([*command, "--search", "none"], capture_output=True, text=True, check=False)
+    assert found.returncode == 1 and "illegal" in found.stdout, found.stderr
+
+
+def test_whether_it_is_legal_is_told_before_what_it_takes(job: Path) -> None:
+    told = list[Audit]()
+    found = autopar.audit(written(job), "h100:8", search=None, tell=told.append)
+    assert [one.verdict for one in told] == ["legal", "fine"] and told[-1] is found
+    assert "legal; whether it fits" in str(told[0]) and "step  " not in str(told[0])

@@ -107,14 +107,18 @@ def test_batches_are_like_one_product_of_as_many_rows() -> None:
     assert found[1] == pytest.approx(1e-3, rel=0.01) and found[0] > 3 * found[1]
 
 
-def test_experts_are_a_product_each_of_their_share_of_the_rows() -> None:
-    """Eight experts of which four are here: of 512 choices 256, and what the busier of two ranks has beyond that."""
+@pytest.mark.parametrize("weights", ["bfloat16", "float32"])
+def test_experts_are_a_product_each_of_their_share_of_the_rows(weights: str) -> None:
+    """Eight experts of which four are here: of 512 choices 256, and what the busier of two ranks has beyond that.
+
+    Results are float32 where the choices' weights are, as a DeepSeek's; the products are of the experts' dtype.
+    """
     tokens, width, hidden = 256, 512, 1024
     shapes = (tokens, width), (tokens, 2), (tokens, 2), (4, width, hidden), (4, hidden, width)
     names = ("x", "ids", "weights", "up", "down")
     node = Node("y", "autopar.routed_experts.default", (*map(Ref, names), "silu", False, 8), (), ("y",))
     tensors = {name: Tensor(name, (1,), "int64" if name == "ids" else "bfloat16", name != "ids") for name in names}
-    tensors["y"] = Tensor("y", (1,), "bfloat16", True)
+    tensors["weights"], tensors["y"] = (Tensor(name, (1,), weights, True) for name in ("weights", "y"))
     slow = like(ALONE, "NN bfloat16", 20.0)
     known = device(ALONE, slow, like(ALONE, "TN bfloat16", 30.0))
     forward, backward = node_time_ns(node, shapes, (shapes[0],), tensors, known)

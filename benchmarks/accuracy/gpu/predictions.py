@@ -20,7 +20,7 @@ from benchmarks.accuracy.gpu.rows import Row
 from benchmarks.accuracy.gpu.softwares import Software, software_of
 
 EVEN = 0.5
-FLOAT8, BFLOAT16 = "float8_e4m3fn", "bfloat16"  # in the names of tables
+FLOAT8, BFLOAT16, FLOAT16 = "float8_e4m3fn", "bfloat16", "float16"  # in the names of tables
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,11 @@ def memory_of(item: Planned, software: Software, timeline: Timeline, profile: Pr
 def overlap_of(row: Row, software: Software) -> Overlap:
     """What a row's software sends beside computation. Casts are in its constants: of its step, or its optimizer."""
     early = Sums.BUFFERED if software.keeps_sums else Sums.EARLY
-    return Overlap(Sums.LATE if row.zero in software.late_sums else early, software.cuts_activations, casts=False)
+    sums = Sums.LATE if row.zero in software.late_sums else early
+    return Overlap(
+        sums, software.cuts_activations, casts=False, adds=not software.adds_in_products,
+        balances=software.context != "ring", queues_apart=software.queues_apart,
+    )  # fmt: skip
 
 
 def late_gathers_ns(timeline: Timeline) -> int:
@@ -136,9 +140,11 @@ def used_profile(profile: Profile, software: Software, precision: str, network: 
 
 def with_float8(profile: Profile) -> Profile:
     """Products of bfloat16 take as long as those of float8 do: plans have no such precision, and softwares that train
-    in it keep everything but products in bfloat16. That the head stays in bfloat16 is left out."""
-    eighth = {name.replace(FLOAT8, BFLOAT16): table for name, table in profile.tables.items() if FLOAT8 in name}
-    renamed = {name: replace(table, name=name) for name, table in eighth.items() if name in profile.tables}
+    in it keep everything but products in bfloat16. Those of float16 (`plans.with_half_head`) take as long as before."""
+    products = {name: table for name, table in profile.tables.items() if table.family == "matmul"}
+    half = {name.replace(BFLOAT16, FLOAT16): table for name, table in products.items() if BFLOAT16 in name}
+    eighth = {name.replace(FLOAT8, BFLOAT16): table for name, table in products.items() if FLOAT8 in name}
+    renamed = {name: replace(table, name=name) for name, table in (half | eighth).items()}
     return replace(profile, tables={**profile.tables, **renamed}, _shared={})
 
 

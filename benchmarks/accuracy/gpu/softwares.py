@@ -23,21 +23,22 @@ class Software:
     """One entry.
 
     matches: a regular expression on a row's framework; the first entry that matches counts, the last one matches all.
-    model: what its models are made of, beside sizes (fields of `decoder.Config`). late_sums, late_gathers: the kinds of
-    ZeRO with which gradients are summed after the backward pass, and parameters gathered while nothing is computed.
-    keeps_sums: float32 sums of the gradients are in memory all the time. keeps_gradients: so are the gradients
-    themselves, in 16 bits, until they are summed. pinned: of what collectives along tensor parallelism read and wrote
-    (`memory.sent_ahead_bytes`), the part whose memory cannot be used again yet; pinned_spread: standard deviation of
-    measured over predicted of that. cuts_activations: as in
+    model: what its models are made of, beside sizes (fields of `decoder.Config`). late_sums, late_gathers: the kinds
+    of ZeRO with which gradients are summed after the backward pass, and parameters gathered while nothing is
+    computed. keeps_sums: float32 sums of the gradients are in memory all the time. keeps_gradients: so are the
+    gradients themselves, in 16 bits, until they are summed. adds_in_products: the products that make gradients of
+    weights add them to the float32 sums. queues_apart: as in `autopar.simulate.Overlap`. pinned: of what collectives
+    along tensor parallelism read and wrote (`memory.sent_ahead_bytes`), the part whose memory cannot be used again
+    yet; pinned_spread: standard deviation of measured over predicted of that. cuts_activations: as in
     `autopar.simulate.Overlap`. attention: its kernel, where that is not the newest that the device's profile knows
     ("flash2"). context: how attention runs over sequences that are split, as `template_plan` calls it. regathers: the
-    norms of a layer after which
-    sequence parallelism gathers, and gathers again in the backward pass. cut: how layers are given to stages, "even" or
-    "threshold" (`by_threshold`). slowdowns: by family of operators, how many times as long as the device's curve they
-    take: that is of one kernel a call, where a software may need several; on_hopper: how many times that again on these
-    devices, where its kernels are of Ampere's instructions. step_ns: what it does once a step
-    while the device waits; step_passes: beside that, how often it goes over the rank's gradients in float32, which it
-    clips, casts and copies one by one. host: what launching costs, as in `autopar.cost.profile.Host`.
+    norms of a layer after which sequence parallelism gathers, and gathers again in the backward pass. cut: how layers
+    are given to stages, "even" or "threshold" (`by_threshold`). slowdowns: by family of operators, how many times as
+    long as the device's curve they take: that is of one kernel a call, where a software may need several; on_hopper:
+    how many times that again on these devices, where its kernels are of Ampere's instructions. step_ns: what it does
+    once a step while the device waits; step_passes: beside that, how often it goes over the rank's gradients in
+    float32, which it clips, casts and copies one by one. host: what launching costs, as in
+    `autopar.cost.profile.Host`.
     """
 
     name: str
@@ -47,6 +48,8 @@ class Software:
     late_gathers: tuple[int, ...]
     keeps_sums: bool
     keeps_gradients: bool
+    adds_in_products: bool
+    queues_apart: bool
     pinned: float
     pinned_spread: float
     cuts_activations: bool

@@ -1,4 +1,4 @@
-"""The `autopar` command: plan, show, explain, diff, report, emit, run, launch, compare, verify, profile and others."""
+"""The commands that plan, read plans, run them and measure: options, and what each does."""
 
 from __future__ import annotations
 
@@ -12,30 +12,25 @@ import re
 import subprocess
 import sys
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import date
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import rich
 import torch
 
-from autopar.auditing import command as auditing
 from autopar.cost.memory import OPTIMIZERS
 from autopar.cost.profile import profile_to_json
 from autopar.cost.residuals import size_name
 from autopar.emit import script_name
-from autopar.errors import AutoparError, InternalError, MeshError, PlanError
+from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.ir.constraint import Constraint
 from autopar.ir.mesh import Mesh
-from autopar.ir.naming import printable
 from autopar.ir.plan import Plan
 from autopar.ir.routing import Routing
-from autopar.launching import command as launching
 from autopar.observed.kineto import read_traces
 from autopar.observed.learning import MOST_LESSONS, learned
 from autopar.pipeline import parallelize, played, template_plan, verify, with_timeline
@@ -61,58 +56,14 @@ _PINS = {"axis": str, "zero": int, "min_dims": int, "microbatches": int, "stages
          "schedule": str, "chunks": int}  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0, 2 after one message for what the user can mend, 130 when it was
-    interrupted."""
-    sys.path.insert(0, str(Path.cwd()))
-    options = _parser().parse_args(arguments)
-    plain, warnings.formatwarning = warnings.formatwarning, lambda message, *_, **__: f"autopar: {message}\n"
-    try:
-        status: int = options.command(options)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # who reads has enough, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        print("autopar: interrupted", file=sys.stderr)
-        return 130
-    except (AutoparError, OSError) as error:
-        if isinstance(error, InternalError):
-            traceback.print_exc()
-        print(printable(f"autopar: {error}"), file=sys.stderr)
-        return 2
-    finally:
-        warnings.formatwarning = plain
+def add(parser: argparse.ArgumentParser, name: str) -> None:
+    """The options of one command, and the function that runs it."""
+    options, function = _COMMANDS[name]
+    options(parser)
+    parser.set_defaults(command=function)
 
 
-class _ArgumentParser(argparse.ArgumentParser):
-    """Says what was wrong and where help is, without all options before it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {printable(message)}\nsee {self.prog} --help\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _ArgumentParser(prog="autopar", description="Plans, emits and runs sharded PyTorch programs.")
-    parser.add_argument(
-        "--version", action="version", version=f"autopar {version('autopar')}, torch {torch.__version__}"
-    )
-    commands = parser.add_subparsers(required=True, metavar="command")
-    _planning(commands)
-    _reading(commands)
-    _with_model(commands)
-    _measuring(commands)
-    launch = _command(commands, "launch", launching.run, "start a saved program, or write the files of a cluster")
-    launching.add_options(launch)
-    auditing.add_options(_command(commands, "audit", _audit, "judge another framework's configuration, and better it"))
-    return parser
-
-
-def _measuring(commands: Any) -> None:
-    profile = _command(
-        commands, "profile", _profile, "measure this host, or under torchrun the links between its ranks"
-    )
+def _profiling(profile: argparse.ArgumentParser) -> None:
     profile.add_argument("-o", "--output", type=Path, help="a JSON file; default: where the profile `cpu` is kept")
     profile.add_argument("--points", type=Path, help="keep measured points here, and go on from those that are there")
     profile.add_argument("--windows", type=int, default=3, help="how often all of this host is measured; medians count")
@@ -145,8 +96,7 @@ def _measuring(commands: Any) -> None:
     )  # fmt: skip
 
 
-def _planning(commands: Any) -> None:
-    plan = _command(commands, "plan", _plan, "search a plan: autopar plan models.gpt:gpt2 --mesh h100:8x8 -o plan.json")
+def _planning(plan: argparse.ArgumentParser) -> None:
     _model(plan)
     plan.add_argument("--mesh", required=True, help="profile:nodes x devices a node, such as h100:8x8 or cpu:4")
     plan.add_argument("-o", "--output", type=Path, help="where to write the plan's JSON")
@@ -157,6 +107,10 @@ def _planning(commands: Any) -> None:
     )
     plan.add_argument("--search", choices=("fast", "default", "thorough"), default="default")
     plan.add_argument("--precision", choices=("bf16",), help="bf16 compute with float32 master weights")
+    plan.add_argument(
+        "--runs", choices=("eager", "compiled", "either"), default="eager",
+        help="of a search: whether train.py calls rank.compile(); either: where the step is surely shorter by that",
+    )  # fmt: skip
     plan.add_argument(
         "--routing", type=routing_of, metavar="TEXT",
         help="how tokens choose experts: balanced, power_law:1.2, or a file that autopar profile --routing wrote",
@@ -173,59 +127,57 @@ def _planning(commands: Any) -> None:
     )  # fmt: skip
 
 
-def _reading(commands: Any) -> None:
-    for name, function, text in (
-        ("show", _show, "print a plan on one screen"),
-        ("explain", _explain, "why a plan places a module so, and what the alternatives cost"),
-        ("diff", _diff, "what differs between two plans"),
-    ):
-        command = _command(commands, name, function, text)
-        command.add_argument("plan", type=Path)
-        if name == "explain":
-            command.add_argument("pattern", help="module path or parameter name; * matches anything")
-        if name == "diff":
-            command.add_argument("other", type=Path)
-    report = _command(commands, "report", _report, "write a page that shows a plan, or two side by side")
-    report.add_argument("plan", type=Path)
+def _reading(command: argparse.ArgumentParser) -> None:
+    command.add_argument("plan", type=Path)
+
+
+def _explaining(command: argparse.ArgumentParser) -> None:
+    _reading(command)
+    command.add_argument("pattern", help="module path or parameter name; * matches anything")
+
+
+def _differing(command: argparse.ArgumentParser) -> None:
+    _reading(command)
+    command.add_argument("other", type=Path)
+
+
+def _reporting(report: argparse.ArgumentParser) -> None:
+    _reading(report)
     _model(report, optional="; with it the page has the timeline, memory over time and traffic by axis")
     report.add_argument("-o", "--output", type=Path, default=Path("plan.html"))
     report.add_argument("--compare", type=Path, metavar="OTHER", help="another plan of the model, beside the first")
     report.add_argument(
         "--trace", type=Path, metavar="TRACES", help="also what autopar run --trace has seen, beside it"
     )
-    compare = _command(
-        commands, "compare", _compare, "what was predicted of a step beside what autopar run --trace saw"
-    )
-    compare.add_argument("plan", type=Path)
+
+
+def _comparing(compare: argparse.ArgumentParser) -> None:
+    _reading(compare)
     compare.add_argument("traces", type=Path, help="the folder of traces, or one rank's file")
     _model(compare, optional="; with it the step is predicted anew, by the profile as it is now")
     compare.add_argument("-o", "--output", type=Path, help="also a page")
 
 
-def _with_model(commands: Any) -> None:
-    for name, function, text in (
-        ("simulate", _simulate, "predict a plan's step time, memory and traffic"),
-        ("emit", _emit, "write program.py, plan.json and train.py, or for inference evaluate.py"),
-        ("run", _run, "emit, then run a few steps with torchrun on this host"),
-        ("verify", _verify, "type-check a plan against a model"),
-    ):
-        command = _command(commands, name, function, text)
-        _model(command)
-        command.add_argument("plan", type=Path)
-        if name in ("emit", "run"):
-            command.add_argument("-o", "--output", type=Path, default=Path("out"))
-            _other_batches(command)
-        if name == "run":
-            command.add_argument("--trace", type=Path, metavar="TRACES", help="trace the steps, for autopar compare")
-            command.add_argument("--steps", type=int, default=8, help="of --trace")
-        if name == "simulate":
-            command.add_argument("--trace", type=Path, help="also write the timeline, to open in Perfetto")
+def _of_model(command: argparse.ArgumentParser) -> None:
+    _model(command)
+    command.add_argument("plan", type=Path)
 
 
-def _command(commands: Any, name: str, function: Any, text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    parser.set_defaults(command=function)
-    return parser
+def _simulating(command: argparse.ArgumentParser) -> None:
+    _of_model(command)
+    command.add_argument("--trace", type=Path, help="also write the timeline, to open in Perfetto")
+
+
+def _emitting(command: argparse.ArgumentParser) -> None:
+    _of_model(command)
+    command.add_argument("-o", "--output", type=Path, default=Path("out"))
+    _other_batches(command)
+
+
+def _running(command: argparse.ArgumentParser) -> None:
+    _emitting(command)
+    command.add_argument("--trace", type=Path, metavar="TRACES", help="trace the steps, for autopar compare")
+    command.add_argument("--steps", type=int, default=8, help="of --trace")
 
 
 def _model(parser: argparse.ArgumentParser, optional: str = "") -> None:
@@ -400,11 +352,14 @@ def _plan(options: argparse.Namespace) -> int:
         )
     if template is None and options.split:
         raise PlanError("expected --split beside --template, found none: a search splits by speed where devices differ")
+    if template is not None and options.runs != "eager":
+        raise PlanError(f"expected --template or --runs {options.runs}, found both: a template's program runs eagerly")
     if template is not None:
         template |= {"split": options.split} if options.split else {}
         plan = template_plan(model, mesh, inputs, **asked, **template)
     else:
-        plan = parallelize(model, mesh, inputs, **asked, constraints=options.constraint, search=options.search).plan
+        searched = {"constraints": options.constraint, "search": options.search, "runs": options.runs}
+        plan = parallelize(model, mesh, inputs, **asked, **searched).plan
     if options.output:
         plan.save(options.output)
     print(plan)
@@ -425,10 +380,6 @@ def _template(text: str | None) -> dict[str, Any] | None:
             )
         found[key] = kind(value)
     return found | ({"sequence_parallel": bool(found["sequence_parallel"])} if "sequence_parallel" in found else {})
-
-
-def _audit(options: argparse.Namespace) -> int:
-    return auditing.run(options, load_model)
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -507,7 +458,7 @@ def _run(options: argparse.Namespace) -> int:
         )
     _emit(options)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(mesh.num_devices)]
-    found_here = str(Path(__file__).parents[1])  # the ranks import this autopar, also from a checkout
+    found_here = str(Path(__file__).parents[2])  # the ranks import this autopar, also from a checkout
     paths = [found_here, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     started = [str(options.output / script_name(plan))]
@@ -657,3 +608,18 @@ def _profile_links(options: argparse.Namespace) -> int:
         )
     print(f"written to {options.output}")
     return 0
+
+
+_COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+    "plan": (_planning, _plan),
+    "show": (_reading, _show),
+    "explain": (_explaining, _explain),
+    "diff": (_differing, _diff),
+    "report": (_reporting, _report),
+    "compare": (_comparing, _compare),
+    "simulate": (_simulating, _simulate),
+    "emit": (_emitting, _emit),
+    "run": (_running, _run),
+    "verify": (_of_model, _verify),
+    "profile": (_profiling, _profile),
+}
