@@ -151,10 +151,10 @@ def rows_of(name: str, search: str, known: Mapping[str, Any] | None) -> Iterator
 def _sources() -> str:
     """What plans follow from, as committed; with a plus where it isn't."""
     paths = ["autopar", "models", "cost_profiles"]
-    asked = ["git", "rev-parse", "--short=8", *(f"HEAD:{path}" for path in paths)]
+    asked = ["git", "rev-parse", *(f"HEAD:{path}" for path in paths)]
     hashes = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.split()
     changed = subprocess.run(["git", "status", "--porcelain", *paths], check=True, capture_output=True).stdout
-    return " ".join(hashes) + (" +" if changed else "")
+    return " ".join(one[:8] for one in hashes) + (" +" if changed else "")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
