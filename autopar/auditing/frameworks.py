@@ -93,7 +93,7 @@ def _of_yaml(name: str, text: str) -> str:
     keys = set(yaml_values(text, name))
     if any(key.startswith(("parallelism.", "tokens.")) for key in keys):
         return "nanotron"
-    if any(key.rpartition(".")[2] == "tensor_model_parallel_size" for key in keys):
+    if any(key.rpartition(".")[2].strip("-").replace("-", "_") == "tensor_model_parallel_size" for key in keys):
         return "megatron"
     if keys & {"distributed_type", "num_processes", "compute_environment"} or any(
         k.startswith("fsdp_config") for k in keys

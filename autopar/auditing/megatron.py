@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from autopar.auditing.job import JobFile, ModelSizes, TrainingJob
-from autopar.auditing.shell import Script, ScriptCommand, read_script
-from autopar.auditing.taking import Taker, beside, missing
+from autopar.auditing.shell import UNKNOWN, Script, ScriptCommand, Word, read_script
+from autopar.auditing.taking import KnownKey, Taker, beside, missing
 from autopar.auditing.values import FileValue, line_of, yaml_values
 from autopar.errors import PlanError
 
 FORM = "shell"
 MARKS = ("num-layers", "tensor-model-parallel-size", "hidden-size")
 """Arguments by which a command is Megatron's."""
+UNTOLD = "a variable"
+"""In the place of arguments that only running the script would tell."""
 
 _VOCABULARIES = {"GPT2BPETokenizer": 50_257, "Llama2Tokenizer": 32_000, "GPTSentencePieceTokenizer": 32_000,
                  "SentencePieceTokenizer": 32_000}  # fmt: skip
 
 KNOWN = [
+    KnownKey(UNTOLD, "unknown", "whose value only running the script tells: it may hold more arguments"),
     *missing("optimizer or activations on the host: planned as if all were on the device", "optimizer-cpu-offload",
              "cpu-offloading", "cpu-offloading-num-layers", "offload-*", "fine-grained-activation-offloading"),
     *missing("attention over a latent", "multi-latent-attention", "q-lora-rank", "kv-lora-rank"),
@@ -93,7 +96,7 @@ def read_yaml(name: str, text: str) -> JobFile:
     """Megatron-LM's YAML as a job: groups do not matter, names are those of the arguments."""
     values = {}
     for key, item in yaml_values(text, name).items():
-        plain = key.rpartition(".")[2].strip("_").replace("_", "-")
+        plain = key.rpartition(".")[2].strip("_-").replace("_", "-")
         values[plain] = replace(item, key=plain)
     taker = Taker(name, text, {key: item for key, item in values.items() if item.value is not None})
     return taker.file(_job(taker, is_yaml=True), KNOWN)
@@ -123,11 +126,17 @@ def _training(script: Script, name: str) -> ScriptCommand:
     return best
 
 
+def _of_first(words: Sequence[Word]) -> Sequence[Word]:
+    """The words before a pipe or a redirection in a text that the script evaluates."""
+    ends = (at for at, word in enumerate(words) if re.fullmatch(r"[|;&]+|[0-9&]?>.*", word.text))
+    return words[: next(ends, len(words))]
+
+
 def arguments_of(command: ScriptCommand, text: str) -> dict[str, FileValue]:
     """Arguments by name, without dashes before it and with dashes in it; True where none follows. The last one of a
     name counts, as it does for argparse."""
     found = dict[str, FileValue]()
-    words, at = command.words, 0
+    words, at = _of_first(command.words), 0
     while at < len(words):
         word = words[at]
         at += 1
@@ -140,9 +149,12 @@ def arguments_of(command: ScriptCommand, text: str) -> dict[str, FileValue]:
             start = word.span[1] - len(value) if word.span else 0
             found[key] = FileValue(key, value, line, (start, word.span[1]) if word.span and value else None)
             continue
-        own = []
+        own = list[Word]()
         while at < len(words) and not re.match(r"--?[A-Za-z_]|.*\.py$", words[at].text):
-            own.append(words[at])
+            if own and not words[at].text.strip(UNKNOWN.text):
+                found[UNTOLD] = FileValue(UNTOLD, "", line, None)  # more arguments, or none: no value of this one
+            else:
+                own.append(words[at])
             at += 1
         if not own:
             found[key] = FileValue(key, True, line, word.span)
@@ -167,7 +179,8 @@ def _job(taker: Taker, is_yaml: bool = False) -> TrainingJob:
     recompute, layers = _recompute(taker)
     shards = taker.whole("instances", "num-distributed-optimizer-instances", default=1)
     job = TrainingJob(
-        "megatron", model, nodes=taker.whole("nodes", "nnodes"), per_node=taker.whole("per_node", "nproc-per-node"),
+        "megatron", model, nodes=taker.whole("nodes", "nnodes", absent=(UNKNOWN.text,)),
+        per_node=taker.whole("per_node", "nproc-per-node", absent=(UNKNOWN.text,)),
         replicate=shards if zero and shards > 1 else None, zero=zero, tp=tp,
         sequence_parallel=taker.true("sequence_parallel", "sequence-parallel") and tp > 1, pp=pp, chunks=chunks,
         schedule="interleaved" if chunks > 1 else "1f1b", cp=cp,

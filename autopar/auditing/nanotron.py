@@ -18,6 +18,7 @@ KNOWN = [
     *missing("recomputation of the layers with experts alone", f"{_P}moe_layer_recompute"),
     *missing("attention in a sliding window", f"{_M}sliding_window_size", f"{_M}window_size"),
     *missing("products in 8 bits", "fp8*", "model.fp8*", f"{_M}fp8*"),
+    *missing("a mask of attention's blocks", f"{_M}flex_attention_mask"),
     *missing("a loss on the logits' sum", f"{_M}z_loss_enabled"),
     *missing("domains that are weighed anew", "doremi.*"),
     *beside("checkpoints.*", "data_stages", "data_stages.*", "data.*", "general.*", "lighteval*", "logging.*",
@@ -30,7 +31,7 @@ KNOWN = [
     *beside(f"{_M}rope_*", f"{_M}*_token_id", f"{_M}rms_norm_eps", f"{_M}initializer_range", f"{_M}is_*_config",
             f"{_M}pretraining_tp", f"{_M}use_cache", f"{_M}max_position_embeddings", f"{_M}z_loss_*",
             f"{_M}rope_interleaved", f"{_M}interleaved_rotary", f"{_M}moe_config", f"{_M}_*attn_implementation",
-            f"{_M}attention_bias", f"{_M}no_rope_layer"),
+            f"{_M}attention_bias", f"{_M}no_rope_layer", f"{_M}_use_qkv_packed", f"{_M}_fused_*"),
 ]  # fmt: skip
 
 

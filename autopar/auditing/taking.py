@@ -3,11 +3,13 @@ for every key that nobody took."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from autopar.auditing.job import JobFile, NotCarried, TrainingJob
+from autopar.auditing.shell import UNKNOWN
 from autopar.auditing.values import FileValue
 from autopar.errors import PlanError
 
@@ -85,7 +87,13 @@ class Taker:
 
     def wrong(self, found: FileValue, expected: str) -> PlanError:
         """What is raised for a value that is none of those."""
-        return PlanError(f"expected {found.key} as {expected}, found {found.value!r} in {self.name}, line {found.line}")
+        value = str(found.value)
+        is_told_later = UNKNOWN.text in value or re.search(r"\$\{?\w+", value)
+        remedy = "; put the number in the place of what only running it would tell" if is_told_later else ""
+        told = value.replace(UNKNOWN.text, "$…")
+        return PlanError(
+            f"expected {found.key} as {expected}, found {told!r} in {self.name}, line {found.line}{remedy}"
+        )
 
     def note(self, kind: str, why: str, *keys: str, found: FileValue | None = None) -> None:
         """That something of the file is not as it says in the plan. keys: the first that is there is named."""

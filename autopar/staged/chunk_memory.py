@@ -89,8 +89,9 @@ def most_held_between(schedule: str, submeshes: int, microbatches: int, of: Chun
     """The most bytes a device that each submesh holds beside what stays, pass by pass, gradients of stored tensors
     among that."""
     chunks, found = len(of.kept), []
+    alike = min(microbatches, max(SCHEDULES[schedule].fewest(submeshes), _ROUNDS * submeshes))
     for position in range(submeshes):
-        in_flight, waiting, runs, is_second = _parts(schedule, position, submeshes, chunks, microbatches)
+        in_flight, waiting, runs, is_second = _parts(schedule, position, submeshes, chunks, alike)
         held = in_flight @ of.kept[:, position] + waiting @ of.waits[:, position]
         found.append(int((held + np.where(is_second, of.second[runs, position], of.workspace[runs, position])).max()))
     return np.array(found)
@@ -111,4 +112,5 @@ def _parts(
     )
     in_flight = np.cumsum(forward.astype(np.int64) - whole - first, axis=0) + whole + first
     waiting = np.cumsum(first.astype(np.int64) - second, axis=0) - first + second
-    return in_flight, waiting, runs, second.any(axis=1)
+    rows = np.unique(np.column_stack([in_flight, waiting, runs, second.any(axis=1)]), axis=0)
+    return rows[:, :chunks], rows[:, chunks : 2 * chunks], rows[:, -2], rows[:, -1] > 0

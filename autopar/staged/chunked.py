@@ -48,14 +48,7 @@ class Chunks:
         submeshes, microbatches = way.setting.num_stages, way.setting.microbatches
         may_wait = self.layered.may_wait(submeshes, way.recompute)
         for schedule, chunks in self.possible(submeshes, microbatches, may_wait):
-            if self._may_lead(SCHEDULES[schedule], own):
-                yield self._estimated(way, own, schedule, chunks)
-
-    def _may_lead(self, row: Schedule, own: StageKind) -> bool:
-        """Whether a schedule is estimated at all. One that splits some of its backward passes waits as long as the one
-        that splits all, and holds more: only where a split takes time, or if it is asked for."""
-        asked = pinned(self.layered.request.constraints, "schedule") == row.name
-        return not row.splits_some or asked or bool(own.split_ns.any())
+            yield self._estimated(way, own, schedule, chunks)
 
     def whole(self, way: StageStrategy, own: StageKind) -> EstimatedStages:
         """An estimate of stages that are submeshes, layers shared out to them as evenly."""

@@ -209,7 +209,7 @@ def _share_in_two(row: Schedule, submeshes: int, chunks: int, microbatches: int)
         return np.ones((chunks, submeshes))
     on = row.in_turn(range(submeshes), chunks)
     stages_of = [tuple(n for n, place in enumerate(on) if place == submesh) for submesh in range(submeshes)]
-    counts = num_in_two_parts(row.name, tuple(stages_of), microbatches)
+    counts = num_in_two_parts(row.name, tuple(stages_of), row.fewest(submeshes))  # as many of more microbatches
     return np.array([[counts[stage] for stage in own] for own in stages_of]).T / microbatches
 
 

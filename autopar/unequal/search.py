@@ -87,9 +87,7 @@ class UnequalSearch:
     def schedules(self) -> list[str]:
         """Those that constraints allow, the plain one first. Raises PlanError where none is."""
         rules = self.request.constraints
-        asked = pinned(rules, "schedule")  # what splits some backward passes holds more than what splits all of them
-        rows = [row for row in SCHEDULES.values() if not row.splits_some or row.name == asked]
-        named = [(row.name, row.has_chunks, self._chunks(row.name)) for row in rows]
+        named = [(row.name, row.has_chunks, self._chunks(row.name)) for row in SCHEDULES.values()]
         found = [name for name, has, chunks in named if has == (chunks > 1) and may_run(rules, name, chunks)]
         if not found:
             raise PlanError(
@@ -143,8 +141,11 @@ class UnequalSearch:
             yield replace(setting, microbatches=count)
         for recompute in ("none", "block", "full"):
             yield replace(setting, recompute=recompute)
-        for schedule in schedules:
-            yield replace(setting, schedule=schedule)
+        stages = self._num_stages(axes_of)
+        for schedule in schedules:  # in as many microbatches, or as few more as it is made for
+            counts = [setting.microbatches, *(n for n in self._counts(stages) if n > setting.microbatches)]
+            able = [count for count in counts if SCHEDULES[schedule].takes(count, stages)]
+            yield replace(setting, schedule=schedule, microbatches=(able or counts)[0])
 
     def _better(self, best: _Best | None, setting: UnequalSetting, report: Report) -> _Best | None:
         """The better of the best so far and a setting, unless it was tried, or the clock has ended."""

@@ -122,7 +122,6 @@ TEMPLATES: dict[str, dict[str, Any]] = {
     "zero_bubble-dp": {"pp": 2, "dp": 2, "microbatches": 4, "schedule": "zero_bubble"},
     "zero_bubble-zero3": {"pp": 2, "dp": 2, "microbatches": 4, "zero": 3, "schedule": "zero_bubble"},
     "dualpipev": {"pp": 2, "microbatches": 8, "schedule": "dualpipev"},
-    "dualpipev-4": {"pp": 4, "microbatches": 8, "schedule": "dualpipev"},
     "dualpipev-dp": {"pp": 2, "dp": 2, "microbatches": 4, "schedule": "dualpipev"},
     "dualpipev-zero3": {"pp": 2, "dp": 2, "microbatches": 4, "zero": 3, "schedule": "dualpipev"},
     "zero_bubble_v": {"pp": 2, "microbatches": 4, "schedule": "zero_bubble_v"},

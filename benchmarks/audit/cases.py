@@ -19,9 +19,10 @@ _RECIPES = "torchtitan/models/llama3/train_configs"
 
 class AuditCase(NamedTuple):
     """source: repository, path and first digits of the commit. model: of tests/auditing/models; given: what the file
-    leaves to a script. expected: the verdict, without a search, and by_hand how it was arrived at: bytes a device in
-    the terms 18 bytes a parameter (weights of 4, gradient 4, Adam 8, bf16 copy 2) over the ranks that share them,
-    and activations of 34 bytes × hidden × tokens a layer, 2 where it is computed again."""
+    leaves to a script. expected: the verdict, without a search (refused: with what has to be said beside it), and
+    by_hand how it was arrived at: bytes a device in the terms 18 bytes a parameter (weights of 4, gradient 4, Adam 8,
+    bf16 copy 2) over the ranks that share them, and activations of 34 bytes × hidden × tokens a layer, 2 where it is
+    computed again."""
 
     file: str
     source: str
@@ -117,4 +118,39 @@ CASES = (
     AuditCase("deepspeed_autotuned_zero2.json", f"{_DEEPSPEED} autotuning/hf/dsconfigs/ds_config_fp16_z2.json f9dc4de2",
               "v100:8", "fits", "1.6 G × (2 + 16 / 8) = 6 GB; 48 × 1,024 × 1,600 × 34 = 3 GB", "gpt2_xl",
               {"seq_len": 1024}),
+    AuditCase("torchtitan_qwen3_32b.toml", f"{_TITAN} torchtitan/models/qwen3/train_configs/qwen3_32b.toml a48b651c",
+              "h100:8", "does not fit", "32.8 G × 18 / 8 = 74 GB; 64 × 8,192 × 5,120 × 2 = 5 GB; logits of 8,192 × "
+              "151,936 × 10 = 12 GB: 91 of 80 (the recipe is for H100 of 96 GiB)"),
+    AuditCase("torchtitan_qwen3_30b_a3b_offload.toml", f"{_TITAN} qwen3_30b_a3b_memory_test.toml 40714548", "h100:2x8",
+              "fits", "without offloading 30.5 G × 18 / 16 = 34 GB; logits of 2,048 × 151,936 × 10 = 3 GB"),
+    AuditCase("deepspeed_zero_infinity.json",
+              f"{_DEEPSPEED} Megatron-LM-v1.1.5-ZeRO3/examples/ds_zero_stage_infinity_config.json 7d936b35", "a100:8",
+              "fits", "without offloading 8 G × 18 / 8 = 18 GB; 32 × 4,096 × 4,096 × 34 = 18 GB; logits of 4,096 × "
+              "128,256 × 10 = 5 GB", "llama3_8b", {"seq_len": 1024}),
+    AuditCase("accelerate_fsdp2.yaml", f"{_ACCELERATE} tests/distributed/accelerate_configs/fsdp2.yaml b0e48dcb",
+              "h100:2", "fits", "0.6 G × 16 / 2 = 5 GB (fp32); 28 × 4,096 × 1,024 × 68 = 8 GB; logits 2.5 GB, twice",
+              "qwen3_0_6b", _SEQ_4K),
+    AuditCase("accelerate_slurm_fsdp.yaml", f"{_ACCELERATE} examples/slurm/fsdp_config.yaml 6a0677cc", "a100:8", "fits",
+              "8 G × 16 / 8 = 16 GB (fp32); 32 × 4,096 × 4,096 × 68 = 36 GB; logits of 4,096 × 128,256 × 12 = 6 GB",
+              "llama3_8b", _SEQ_4K),
+    AuditCase("accelerate_fp8.yaml", f"{_ACCELERATE} examples/config_yaml_templates/fp8.yaml 1d57b830", "h100:1",
+              "fits",
+              "in bf16 0.6 G × 18 = 11 GB; 28 × 4,096 × 1,024 × 34 = 4 GB; logits of 4,096 × 151,936 × 10 = 6 GB",
+              "qwen3_0_6b", _SEQ_4K),
+    AuditCase("accelerate_deepspeed.yaml", f"{_ACCELERATE} examples/config_yaml_templates/deepspeed.yaml 1d57b830",
+              "h100:2", "fits", "the stage is in another file, which the audit names: 0.6 G × 16 = 10 GB (fp32, DDP); "
+              "8 GB; logits 2.5 GB, twice", "qwen3_0_6b", _SEQ_4K),
+    AuditCase("nanotron_qwen_moe.yaml", f"{_NANOTRON} examples/config_qwen_moe.yaml 596eb36d", "h100:8", "fits",
+              "36 layers of 64 with four experts; logits of 12,288 × 64,128 × 10 = 8 GB"),
+    AuditCase("nanotron_llama_1m_ctx.yaml", f"{_NANOTRON} examples/config_280m_llama_1m_ctx.yaml 3282c9d8", "h100:8",
+              "fits", "0.3 G × 18 / 2 = 2 GB; 10 × 102,400 × (1,024 × 34 + 4,096 × 8) / 2 = 35 GB; logits of 102,400 × "
+              "24,576 × 10 = 25 GB: 62 of 80"),
+    AuditCase("torchtitan_deepseek_16b.toml", f"{_TITAN} configs/deepseek_16b-8xb200-8k.toml 25079f11", "b200:8",
+              "refused", "attention over a latent: no decoder of the table; a module has to be given"),
+    AuditCase("torchtitan_llama4_scout.toml",
+              f"{_TITAN} torchtitan/models/llama4/train_configs/llama4_17bx16e.toml 48f0e6b0", "h100:8x8", "refused",
+              "experts in the table of no flavor; a module has to be given"),
+    AuditCase("megatron_qwen3_30b.yaml",
+              "yanring/Megatron-MoE-ModelZoo model_configs/benchmarking/Qwen3-30B-A3B.yaml 17070963", "h100:4x8",
+              "refused", "degrees are variables of the script that fills the file in"),
 )  # fmt: skip

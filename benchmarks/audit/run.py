@@ -9,6 +9,7 @@ from pathlib import Path
 
 import autopar
 from autopar.auditing.text import job_text
+from autopar.errors import PlanError
 from autopar.show.text import time_text
 from benchmarks.audit.cases import CASES, AuditCase
 from benchmarks.facts import facts
@@ -27,7 +28,11 @@ def rows(cases: list[AuditCase], search: str | None) -> Iterator[list[str]]:
     """A row a case."""
     for case in cases:
         begun = time.perf_counter()
-        found = autopar.audit(case.path, case.mesh, case.model_path, search=search, **case.given)
+        try:
+            found = autopar.audit(case.path, case.mesh, case.model_path, search=search, **case.given)
+        except PlanError as error:
+            yield _refused(case, str(error))
+            continue
         seconds = time.perf_counter() - begun
         told = found.predicted
         verdict = "fits" if found.verdict in ("fine", "slow") and search is None else found.verdict
@@ -47,6 +52,12 @@ def rows(cases: list[AuditCase], search: str | None) -> Iterator[list[str]]:
         yield [f"`{case.file}`", case.mesh, verdict + agrees, *took, what, better, left, case.by_hand, case.source,
                f"{seconds:.1f} s"]  # fmt: skip
         print(f"{case.file} {case.mesh}: {verdict}{agrees}, {seconds:.1f} s, {' '.join(took)} {better}", flush=True)
+
+
+def _refused(case: AuditCase, why: str) -> list[str]:
+    agrees = "" if case.expected == "refused" else f" (**expected: {case.expected}**)"
+    print(f"{case.file} {case.mesh}: refused{agrees}, {why}", flush=True)
+    return [f"`{case.file}`", case.mesh, f"refused{agrees}", "", "", "", "", why, "", "", case.by_hand, case.source, ""]
 
 
 def main() -> None:

@@ -1,11 +1,13 @@
 """Whether the same request gives the same plan file, byte for byte, however busy the machine is.
 
-    python -m benchmarks.determinism.run [--request NAME] [--search fast]
+    python -m benchmarks.determinism.run [--request NAME] [--search fast] [--resume]
 
 Ten requests, from 8 to 405 billion parameters and smaller ones on shared cores, of equal and unequal devices. Each is
 planned in processes of their own: with nothing else running, beside two processes that never rest, and under
 `nice -n 19`, each with another PYTHONHASHSEED. Plan files are told apart by their SHA-256. Written to results.json and
-results.md beside this file, a row as soon as it is there; rows of other requests are kept.
+results.md beside this file, each condition as soon as it is there; rows of other requests are kept. With --resume, what
+was planned by the same sources (git's hashes of their folders) is not planned again: the same command
+goes on where it was interrupted.
 """
 
 from __future__ import annotations
@@ -131,11 +133,28 @@ def _planned_apart(name: str, search: str, condition: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def row(name: str, search: str) -> dict[str, Any]:
-    """One request in all conditions."""
-    found = {condition: _planned_apart(name, search, condition) for condition in CONDITIONS}
-    digests = {one["digest"] for one in found.values()}
-    return {"request": name, "search": search, "is_equal": len(digests) == 1, "found": found}
+def rows_of(name: str, search: str, known: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """One request, condition by condition. known: a row of it whose conditions are taken over, if it is of the same
+    sources and search."""
+    sources, found = _sources(), dict[str, Any]()
+    if known is not None and (known.get("sources"), known["search"]) == (sources, search):
+        found = dict(known["found"])
+    for condition in CONDITIONS:
+        if condition not in found:
+            found[condition] = _planned_apart(name, search, condition)
+            digests = {one["digest"] for one in found.values()}
+            yield {
+                "request": name, "search": search, "sources": sources, "is_equal": len(digests) == 1, "found": found,
+            }  # fmt: skip
+
+
+def _sources() -> str:
+    """What plans follow from, as committed; with a plus where it isn't."""
+    paths = ["autopar", "models", "cost_profiles"]
+    asked = ["git", "rev-parse", *(f"HEAD:{path}" for path in paths)]
+    hashes = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.split()
+    changed = subprocess.run(["git", "status", "--porcelain", *paths], check=True, capture_output=True).stdout
+    return " ".join(one[:8] for one in hashes) + (" +" if changed else "")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -149,6 +168,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         steps = dict.fromkeys(f"{found['step_time_ns'] / 1e6:,.1f} ms" for found in one["found"].values())
         walls = " / ".join(f"{found['wall_s']:.0f} s" for found in one["found"].values())
         told = f"equal, {', '.join(digests)}" if one["is_equal"] else f"**differ**: {', '.join(digests)}"
+        missing = len(CONDITIONS) - len(one["found"])
+        told += f" ({missing} conditions to come)" if missing else ""
         lines.append(f"| {one['request']} | {one['search']} | {told} | {', '.join(steps)} | {walls} |")
     return "\n".join(lines)
 
@@ -158,6 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--request", action="append", choices=REQUESTS)
     parser.add_argument("--search", choices=BUDGETS, default="default")
+    parser.add_argument("--resume", action="store_true", help="plan only what these sources have not planned yet")
     parser.add_argument("--plan", choices=REQUESTS, help="print the plan that this process finds, and no more")
     options = parser.parse_args()
     if options.plan:
@@ -166,9 +188,10 @@ def main() -> None:
     known = json.loads(FILE.read_text(encoding="utf-8"))["rows"] if FILE.exists() else []
     rows = {one["request"]: one for one in known}
     for name in options.request or REQUESTS:
-        rows[name] = row(name, options.search)
+        for one in rows_of(name, options.search, rows.get(name) if options.resume else None):
+            rows[name] = one
+            write_record(FILE, facts("benchmarks.determinism.run"), {"rows": [*rows.values()]}, table([*rows.values()]))
         print(json.dumps(rows[name]), flush=True)
-        write_record(FILE, facts("benchmarks.determinism.run"), {"rows": [*rows.values()]}, table([*rows.values()]))
     sys.exit(0 if all(one["is_equal"] for one in rows.values()) else 1)
 
 

@@ -8,9 +8,9 @@ learned from the one run of a pair, against the other.
 
 What else the host does is kept out. One rank: a step is what it spends of a processor, and both runs of a pair take
 place at the same time. Several ranks: a step is what passes until the last one ends; the ranks are in the real-time
-class (where the system allows it), so that no other program has their cores, and the runs of a pair follow each other,
-with a fixed loop before, between and after them: where its times differ by more than a tenth, the host had another
-speed in one run than in the other, and the pair is made again. Both rules are for the host, and know of no prediction.
+class (where the system allows it), so that no other program has their cores, and twice as many runs as rounds follow
+each other. The speed of a shared host changes between them: a pair is two runs whose steps took the same of a processor
+to within a tenth, each run in one pair at most. That rule knows of no prediction.
 
 Profiles are the host's own, and copies of it that are wrong about memory-bound operators, products, what a call costs,
 or the optimizer. `of another` is the error for a model after a run of the model above it in the table.
@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import date
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,8 +57,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp 4": {"dp": 4},
     "dp 2, tp 2": {"dp": 2, "tp": 2},
 }
-EVEN = 1.1  # the most by which the fixed loop's times may differ within a pair
-MOST_TRIES = 4  # of a pair
+EVEN = 1.1  # the most by which processor times of a step may differ within a pair
 
 
 def _slow_curves(data: dict[str, Any], times: float, is_meant: Any) -> None:
@@ -164,46 +163,63 @@ def ended(run: subprocess.Popen[bytes], into: Path) -> list[RankTrace]:
     return read_traces(into)
 
 
-LOOP = """
-import time
-def once():
-    began = time.process_time_ns()
-    sum(range(2_000_000))
-    return time.process_time_ns() - began
-print(min(once() for _ in range(5)))
-"""
+class Run(NamedTuple):
+    """A traced run, and what a step of it took of a processor and passed, in ns."""
+
+    number: int
+    traces: list[RankTrace]
+    busy_ns: int
+    step_ns: int
 
 
-def loop_ns() -> int:
-    """What a fixed loop takes of a processor, on all cores at the same time as ranks do: the least of five each."""
-    start = partial(subprocess.Popen, stdout=subprocess.PIPE, preexec_fn=_take_cores)
-    started = [start([sys.executable, "-c", LOOP]) for _ in range(os.cpu_count() or 1)]
-    return max(int(one.communicate()[0]) for one in started)
+def runs(setup: Setup, out: Path, folder: Path, count: int, steps: int) -> list[Run]:
+    """So many, one after the other."""
+    found = []
+    for number in range(count):
+        into = folder / str(number) / "taught"
+        traces = ended(started(out, setup.num_ranks, into, steps), into)
+        told = measured(traces, range(setup.num_ranks))
+        found.append(Run(number, traces, told.busy_ns, told.step_ns))
+    return found
 
 
-def pair_of(setup: Setup, out: Path, folder: Path, steps: int) -> tuple[list[RankTrace], list[RankTrace]]:
-    """Two runs: at the same time for one rank, else one after the other at an even speed of the host."""
-    into = folder / "taught", folder / "held_out"
-    if setup.num_ranks == 1:
-        both = [started(out, 1, path, steps) for path in into]
-        taught, held_out = map(ended, both, into)
-        return taught, held_out
-    for _ in range(MOST_TRIES):
-        speeds, found = [loop_ns()], []
-        for path in into:
-            found.append(ended(started(out, setup.num_ranks, path, steps), path))
-            speeds.append(loop_ns())
-        if max(speeds) <= EVEN * min(speeds):
-            return found[0], found[1]
-        print(f"<!-- {setup}: the host's speed changed, once more -->", flush=True)
-    raise SystemExit(f"the host's speed changed in {MOST_TRIES} pairs of runs; wait until it is idle")
+def evenly_paired(done: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
+    """Pairs of runs that took nearly the same of a processor, the earlier one first; each run is in one at most."""
+    left = sorted(done, key=lambda run: run.busy_ns)
+    while len(left) > 1:
+        one, other = left[:2]
+        if other.busy_ns > EVEN * one.busy_ns:
+            left = left[1:]
+            continue
+        first, second = sorted((one, other), key=lambda run: run.number)
+        yield first, second
+        left = left[2:]
 
 
 def pairs(setup: Setup, profile: Path, folder: Path, rounds: int, steps: int) -> list[Pair]:
-    """One after the other."""
+    """Of one rank, two runs at the same time each; of several, those out of twice as many runs as rounds in which the
+    host had one speed."""
     out = planned(setup, profile).save_traced(folder / "out")
-    both = [pair_of(setup, out, folder / str(number), steps) for number in range(rounds)]
-    return [Pair(taught, measured(held_out, range(setup.num_ranks)).step_ns) for taught, held_out in both]
+    if setup.num_ranks == 1:
+        both = [_beside_each_other(out, folder / str(number), steps) for number in range(rounds)]
+        return [Pair(taught, measured(held_out, range(1)).step_ns) for taught, held_out in both]
+    done = runs(setup, out, folder, 2 * rounds, steps)
+    print(f"<!-- {setup.model}, {setup.layout}: {_speeds(done)} -->", flush=True)
+    found = [Pair(one.traces, other.step_ns) for one, other in evenly_paired(done)]
+    if not found:
+        raise SystemExit(f"no two runs of {setup} took the same of a processor: {_speeds(done)}; try again")
+    return found
+
+
+def _speeds(done: Sequence[Run]) -> str:
+    return ", ".join(f"{run.busy_ns / 1e6:.1f} of a processor in {run.step_ns / 1e6:.1f} ms" for run in done)
+
+
+def _beside_each_other(out: Path, folder: Path, steps: int) -> tuple[list[RankTrace], list[RankTrace]]:
+    into = folder / "taught", folder / "held_out"
+    both = [started(out, 1, path, steps) for path in into]
+    taught, held_out = map(ended, both, into)
+    return taught, held_out
 
 
 def taught(profile: Path, setup: Setup, traces: Sequence[RankTrace], folder: Path) -> Path:
@@ -211,7 +227,8 @@ def taught(profile: Path, setup: Setup, traces: Sequence[RankTrace], folder: Pat
     expected = json.loads((planned(setup, profile).save_traced(folder / "told") / "expected.json").read_text())
     own = [replace(trace, expected=expected) for trace in traces]
     found = learned(profile_from_json(json.loads(profile.read_text()), str(profile)), own, date.today().isoformat())
-    return _written(folder / f"{profile.stem}_{traces[0].path.parent.parent.name}.json", profile_to_json(found.profile))
+    run = "_".join(traces[0].path.parent.parts[-2:])
+    return _written(folder / f"{profile.stem}_{run}.json", profile_to_json(found.profile))
 
 
 def _written(path: Path, data: Mapping[str, Any]) -> Path:

@@ -71,6 +71,20 @@ READ = {
     "deepspeed_megatron_zero3.json": {"zero": 3, "micro_batch": 8, "accumulation": 1},
     "deepspeed_onebit_adam.json": {"zero": 0, "micro_batch": 16, "global_batch": 4096, "optimizer": "adamw"},
     "deepspeed_autotuned_zero2.json": {"zero": 2, "micro_batch": None},
+    "torchtitan_qwen3_32b.toml": {"shard": None, "zero": 3, "micro_batch": 2, "recompute": "full", "precision": "bf16"},
+    "torchtitan_qwen3_30b_a3b_offload.toml": {"ep": 8, "zero": 3, "seq": 2048, "recompute": "full"},
+    "torchtitan_deepseek_16b.toml": {"model": None, "shard": 8, "precision": "bf16 alone", "micro_batch": 12},
+    "torchtitan_llama4_scout.toml": {"model": None, "tp": 8, "sequence_parallel": True, "recompute": "full"},
+    "deepspeed_zero_infinity.json": {"zero": 3, "micro_batch": 4, "accumulation": 1, "precision": "bf16"},
+    "accelerate_fsdp2.yaml": {"nodes": 1, "per_node": 2, "zero": 3, "precision": "fp32"},
+    "accelerate_slurm_fsdp.yaml": {"nodes": None, "zero": 3, "recompute": "none"},
+    "accelerate_fp8.yaml": {"zero": 0, "precision": "bf16"},
+    "accelerate_deepspeed.yaml": {"nodes": 1, "per_node": 2, "zero": 0},
+    "nanotron_qwen_moe.yaml": {"data": 4, "tp": 2, "accumulation": 8, "micro_batch": 3, "ep": 1},
+    "nanotron_llama_1m_ctx.yaml": {"data": 4, "tp": 2, "zero": 1, "seq": 102400},
+}
+REFUSED = {
+    "megatron_qwen3_30b.yaml": r"tensor-model-parallel-size as a whole number .* found '\$\{TP\}' .* line 7; put"
 }
 SIZES = {
     "torchtitan_llama3_8b.toml": 8.03, "torchtitan_llama3_70b.toml": 70.6, "torchtitan_llama3_405b.toml": 405.8,
@@ -88,6 +102,13 @@ NOT_CARRIED = {
     ("deepspeed_hf_zero3.json", "zero_optimization.offload_param.device"): "no equivalent",
     ("deepspeed_onebit_adam.json", "optimizer.type"): "no equivalent",
     ("deepspeed_megatron_zero3.json", "zero_optimization.stage3_param_persitence_threshold"): "unknown",
+    ("deepspeed_zero_infinity.json", "zero_optimization.offload_optimizer.device"): "no equivalent",
+    ("torchtitan_qwen3_30b_a3b_offload.toml", "training.enable_cpu_offload"): "no equivalent",
+    ("torchtitan_qwen3_30b_a3b_offload.toml", "training.aggressive_memory_mode"): "unknown",
+    ("torchtitan_llama4_scout.toml", "parallelism.expert_tensor_parallel_degree"): "no equivalent",
+    ("torchtitan_deepseek_16b.toml", "model.flavor"): "unknown",
+    ("accelerate_fp8.yaml", "mixed_precision"): "no equivalent",
+    ("accelerate_deepspeed.yaml", "deepspeed_config.deepspeed_config_file"): "unknown",
 }
 
 
@@ -101,8 +122,14 @@ def test_a_configuration_is_read_as_it_says(name: str) -> None:
     assert {key: getattr(job, key) for key in READ[name]} == READ[name]
 
 
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_only_running_a_script_tells_is_asked_for(name: str) -> None:
+    with pytest.raises(PlanError, match=REFUSED[name]):
+        job_file(name)
+
+
 def test_every_configuration_has_a_case_and_every_case_its_source() -> None:
-    assert {path.name for path in CONFIGS.iterdir()} == set(READ) == {case.file for case in CASES}
+    assert {path.name for path in CONFIGS.iterdir()} == {*READ, *REFUSED} == {case.file for case in CASES}
     assert all(len(case.source.split()) == 3 for case in CASES)
 
 
@@ -164,3 +191,20 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(PlanError, match="multi-latent"):
         read_config(path)
+
+
+EVALUATED = """N=`python3 -c "import torch"`
+MOE="--num-experts 8 --moe-router-topk 2 $GROUPED"
+command="torchrun --nproc_per_node $N pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 $MOE \\
+  --expert-model-parallel-size ${EP:-8} --use-distributed-optimizer"
+command="$command 2>&1 | tee $LOG"
+eval ${command}
+"""
+
+
+def test_a_command_that_is_evaluated_ends_at_its_pipe_and_variables_are_no_values() -> None:
+    found = read_text("a.sh", EVALUATED)[0]
+    job = found.job
+    assert (job.zero, job.ep, job.per_node) == (1, 8, None)
+    assert job.model is not None and (job.model.experts, job.model.chosen_experts) == (8, 2)
+    assert {item.key for item in found.of_kind("unknown")} >= {"a variable"}

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from autopar.ir.schedule import BACKWARD, SCHEDULES
-from autopar.staged.chunk_memory import most_held
+from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, SCHEDULES
+from autopar.staged.chunk_memory import Chunked, most_held, most_held_between
 
 
 def counted(schedule: str, submeshes: int, microbatches: int, sizes: list[np.ndarray]) -> list[int]:
@@ -46,3 +46,21 @@ def test_the_head_of_a_model_is_in_flight_once() -> None:
     kept[-1, -1] = 1_000
     nothing = np.zeros_like(kept)
     assert most_held("interleaved", 2, 8, kept, nothing, nothing)[-1] < 1_100
+
+
+@pytest.mark.parametrize(("submeshes", "microbatches"), [(2, 4), (2, 11), (3, 7), (4, 8), (4, 40)])
+def test_equal_to_counting_all_passes_where_some_backward_passes_come_in_two_parts(
+    submeshes: int, microbatches: int
+) -> None:
+    rng = random.Random(submeshes * microbatches)
+    of = Chunked(*(np.array([[rng.randint(0, 50) for _ in range(submeshes)] for _ in range(2)]) for _ in range(4)))
+    for position, found in enumerate(most_held_between("dualpipev", submeshes, microbatches, of)):
+        kept, waits, workspace, second = ([int(size) for size in sizes[:, position]] for sizes in of)
+        held, most = 0, 0
+        for stage, direction, _ in SCHEDULES["dualpipev"].order(position, submeshes, range(2), microbatches):
+            held += kept[stage] if direction == FORWARD else 0
+            most = max(most, held + (second if direction == BACKWARD_WEIGHT else workspace)[stage])
+            held -= kept[stage] if direction in (BACKWARD, BACKWARD_INPUT) else 0
+            held += waits[stage] if direction == BACKWARD_INPUT else 0
+            held -= waits[stage] if direction == BACKWARD_WEIGHT else 0
+        assert (found, held) == (most, 0)
