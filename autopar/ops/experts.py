@@ -300,21 +300,21 @@ def _memory_of(
     node: Node, sizes: Sizes, rows: Exchanged, told: int, shared: int = 1, how: str = TENSOR
 ) -> RuntimeMemory:
     """With so many numbers told. shared: among how many ranks the experts are sliced; how: what they send each other:
-    rows of all of them, or slices, which lie whole beside, with their gradients."""
+    rows of all of them, or slices, which lie whole beside, with their gradients. Rows are of the experts' dtype until
+    they are home; what is made of them with their weights is of the result's."""
     (_, width), _, _, up, down = sizes.operands[:5]
     steps, times = 2 + str(node.args[5]).count("="), shared if how == DATA else 1
     come = rows.most * (shared if how == TENSOR else 1)
     hidden, gated, most = math.prod(up[2:]) * times, down[1] * times, max(width, down[2])
     numbers = 8 * (6 * come + 8 * rows.sent + told + (4 * shared * up[0] if shared > 1 else 0))
-    arrived = come * (width + hidden + steps * gated) * sizes.itemsize
-    home = rows.sent * (down[2] + 1) * sizes.itemsize
-    passing = (come * (2 * most + hidden) + 3 * rows.sent * most) * sizes.itemsize
-    backward = passing + come * 2 * hidden * sizes.itemsize
+    itemsize = sizes.operand_itemsizes[3]
+    arrived = come * (width + hidden + steps * gated) * itemsize
+    home = rows.sent * (down[2] * itemsize + sizes.itemsize)
+    passing = come * (2 * most + hidden) * itemsize + 3 * rows.sent * most * sizes.itemsize
+    backward = passing + come * 2 * hidden * itemsize
     if shared > 1 and how == TENSOR:
-        passing, backward = (
-            size + (2 * come + shared * rows.sent) * most * sizes.itemsize for size in (passing, backward)
-        )
-    whole = sum(map(sizes.operand, (3, 4))) * shared if how == DATA else 0
+        passing, backward = (size + (2 * come + shared * rows.sent) * most * itemsize for size in (passing, backward))
+    whole = sum(math.prod(shape) for shape in sizes.operands[3:5]) * itemsize * shared if how == DATA else 0
     return RuntimeMemory(
         arrived + home + numbers + whole, (passing + numbers + 2 * whole, backward + 3 * whole), keeps=(3, 4)
     )

@@ -198,7 +198,16 @@ def attention_on_cpu(node: Node, graph: Graph) -> list[Saved]:
     for name in (name for name in node.operands[3:] if _differentiable(name, graph) and name in kept):
         weights = Extra(query.name, tuple(range(len(query.shape) - 1)), key.shape[-2] * query.itemsize)
         kept[kept.index(name)] = weights
+    if graph.tensors[node.operands[2]].shape[-1] != key.shape[-1]:
+        kept.append(_by_hand(query, key))
     return kept
+
+
+def _by_hand(query: Tensor, key: Tensor) -> Extra:
+    """What attention keeps whose values are narrower or wider than its keys, which no kernel of the CPU takes: weights,
+    and copies of queries and keys, in float32 at least."""
+    each = max(4, query.itemsize)
+    return Extra(query.name, tuple(range(len(query.shape) - 1)), (key.shape[-2] + 2 * query.shape[-1]) * each)
 
 
 def context_attention(node: Node, graph: Graph) -> list[Saved]:

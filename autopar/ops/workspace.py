@@ -20,7 +20,8 @@ from autopar.runtime.lowering.parts import SCORES_AT_ONCE
 
 
 class Sizes(NamedTuple):
-    """Of one call: local shapes, bytes of an element, which operands need gradients, and the kind of device."""
+    """Of one call: local shapes, bytes of an element of the results, which operands need gradients, the kind of device,
+    and bytes of an element of each operand."""
 
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
@@ -29,6 +30,7 @@ class Sizes(NamedTuple):
     device_type: str
     communicates: bool  # its own work, inside: statistics over shards, a cross-entropy over split classes
     axis_sizes: tuple[int, ...] = ()  # of the mesh
+    operand_itemsizes: tuple[int, ...] = ()
 
     def operand(self, position: int) -> int:
         """Its bytes."""
@@ -111,6 +113,9 @@ def attention(sizes: Sizes) -> Workspace:
     if sizes.device_type != "cpu":
         return 0, 0
     query, width = sizes.operands[0], max(4, sizes.itemsize)
+    if sizes.operands[2][-1] != sizes.operands[1][-1]:  # by hand: all scores, and backward their gradients
+        every = width * math.prod(query[:-1]) * sizes.operands[1][-2]
+        return 2 * every, 3 * every
     rows = min(query[-2], next(count for least, count in ((768, 256), (192, 64), (0, 32)) if query[-2] >= least))
     scores = rows * min(512, sizes.operands[1][-2])
     return width * (scores + rows * (2 + query[-1])), width * (2 * scores + rows)

@@ -784,6 +784,7 @@ class Lowering:
             self.profile.device_type,
             communicates,
             tuple([axis.size for axis in self.plan.axes]),
+            tuple([self.shapes.itemsize(name) for name in node.operands]),
         )
 
     def _saved(
