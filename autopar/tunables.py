@@ -117,8 +117,8 @@ RUNNERS_UP = 2
 """Other borders between stages that are kept of each setting, for when it is the best when simulated. Each is one more
 plan to simulate, of the best settings alone."""
 PEAK_SLACK = 1.0
-"""Estimated peaks are within a few hundredths, too high or too low. At 1.03, what is estimated to be the fastest is often
-simulated not to fit, and is all that is kept of its setting; at 0.97, plans that fit are left out."""
+"""Estimated peaks are within a few hundredths, too high or too low. At 1.03, what is estimated to be the fastest is
+often simulated not to fit, and is all that is kept of its setting; at 0.97, plans that fit are left out."""
 CORE_STEPS = 100
 """Of the slowest stage's time, by which stages are told apart where they share cores. More makes the estimate of shared
 cores finer and its table longer."""
