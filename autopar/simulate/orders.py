@@ -352,16 +352,23 @@ def _place_gradients(
         held = [buffer.pop(value) for value in item.outputs if value in buffer]
         for value in item.inputs:
             if direction == BACKWARD or program.values[value].leads_back == (direction == BACKWARD_INPUT):
-                _contribute(program, item, number, value, held, buffer, changes)
+                old = _contribute(program, item, number, value, held, buffer, changes)
+                if old is not None:
+                    _release(old, number, lifetimes, changes)
         for shared in held:
-            shared[1] -= 1
             shared[2] = number if number in kept else shared[2]
-            if shared[1] == 0 and shared[2] == IN_LATER_PART:
-                raise Unsupported("a gradient that a later part reads is given back there")
-            if shared[1] == 0 and shared[2] >= 0:
-                lifetimes.gradients[BACKWARD_WEIGHT].given[shared[2]] += shared[0]
-            elif shared[1] == 0:
-                changes.given[number] += shared[0]
+            _release(shared, number, lifetimes, changes)
+
+
+def _release(shared: list[int], number: int, lifetimes: Lifetimes, changes: Changes) -> None:
+    """One reader less of a buffer. The last one gives it back, unless the second part reads it, too."""
+    shared[1] -= 1
+    if shared[1] == 0 and shared[2] == IN_LATER_PART:
+        raise Unsupported("a gradient that a later part reads is given back there")
+    if shared[1] == 0 and shared[2] >= 0:
+        lifetimes.gradients[BACKWARD_WEIGHT].given[shared[2]] += shared[0]
+    elif shared[1] == 0:
+        changes.given[number] += shared[0]
 
 
 def _receive(
@@ -386,14 +393,19 @@ def _contribute(
     held: list[list[int]],
     buffer: Buffers,
     changes: Changes,
-) -> None:
+) -> list[int] | None:
+    """What an item adds to the gradient of a value. Returns a buffer that it is no more in, since others read that."""
     made = program.values[value]
     if not made.wants_gradient or made.slot >= 0 or made.item < 0:
-        return
+        return None
     size = item.gradient_bytes or made.num_bytes
     if value in buffer and buffer[value][0] == 0:  # added to what has come from another stage, in new memory
         changes.taken[number] += size
         buffer[value] = [size, 1, -1]
+    elif value in buffer and (buffer[value][1] > 1 or buffer[value][2] >= 0):
+        old, buffer[value] = buffer[value], [size, 1, -1]
+        changes.taken[number] += size
+        return old
     elif value in buffer:  # added to what is there, from memory that is given back at once
         if value not in item.passing:
             changes.taken[number] += size
@@ -404,6 +416,7 @@ def _contribute(
     else:
         changes.taken[number] += size
         buffer[value] = [size, 1, -1]
+    return None
 
 
 # Directions of the backward pass ----------------------------------------

@@ -332,9 +332,9 @@ class Scattered(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key = self.query(x), self.key(x)
         turned = torch.cat([-key[..., 4:], key[..., :4]], -1).sin()
-        joined = query.new_zeros(*key.shape[:-1], 16)
+        joined = query.new_zeros(*key.shape[:-1], 24)  # a part of it is never written
         joined[..., :8] = key
-        joined[..., 8:] = turned
+        joined[..., 8:16] = turned
         return (joined.square().sum(-1) + query.sum(-1)).mean()
 
 
