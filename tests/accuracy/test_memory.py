@@ -104,3 +104,10 @@ def test_what_stages_of_a_rank_hand_each_other_is_kept_until_it_is_read() -> Non
     """With a pass between the two: the sender's was said to be gone once the receiver had memory for it."""
     row = measure(Case("gpt", "dualpipev"))
     assert row.peak_bytes <= row.limit_bytes and abs(row.error) < 0.001, row.measured_at_peak
+
+
+@pytest.mark.ranks
+def test_a_gradient_that_the_second_part_of_a_backward_pass_reads_is_not_what_others_are_added_to() -> None:
+    """The sum of a residual's gradients was said to take the place of the one that a product's weight waits for."""
+    row = measure(Case("unet", "zero_bubble_v"))
+    assert row.peak_bytes <= row.limit_bytes and -0.001 < row.error < 0.02, row.measured_at_peak
