@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar
+from autopar.program import load_source, model_state
 from benchmarks.accuracy import memory_kinds
 from benchmarks.accuracy.lifetimes import live_storages, track
 from benchmarks.accuracy.memory import measure_pair
@@ -111,3 +113,40 @@ def test_a_gradient_that_the_second_part_of_a_backward_pass_reads_is_not_what_ot
     """The sum of a residual's gradients was said to take the place of the one that a product's weight waits for."""
     row = measure(Case("unet", "zero_bubble_v"))
     assert row.peak_bytes <= row.limit_bytes and -0.001 < row.error < 0.02, row.measured_at_peak
+
+
+class NarrowValues(nn.Module):
+    """Attention whose values are narrower than its keys, which torch's kernel for CPUs does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            made(x).unflatten(-1, (4, -1)).transpose(1, 2) for made in (self.query, self.key, self.value)
+        )
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).square().mean()
+
+
+def _peak(rank: int, world: int, source: str, state: dict[str, Tensor], x: Tensor) -> int:
+    """Bytes of the second step on one rank."""
+    from autopar import runtime as rt
+
+    before = live_storages()
+    built = rt.build(load_source(source).Program)
+    built.init_from(state, broadcast=False)
+    own = x.chunk(world)[rank].clone()
+    built.train_step(own, local=True)
+    return track(lambda: built.train_step(own, local=True), before).peak_bytes
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("precision", ["bf16", None])
+def test_attention_by_hand_takes_no_more_than_is_said(precision: str | None) -> None:
+    """Its scores are whole, in float32 whatever the precision: they were taken for those of a kernel."""
+    model, x, mesh = NarrowValues(), torch.randn(4, 256, 64), autopar.Mesh("cpu", devices_per_node=2)
+    plan = autopar.template_plan(model, mesh, (x,), dp=2, precision=precision)
+    program = autopar.parallelize(model, mesh, (x,), plan=plan, precision=precision)
+    most = max(pool(2).run(_peak, program.source, model_state(model), x))
+    assert most <= plan.predicted.peak_bytes <= 1.6 * most, (most, plan.predicted)
