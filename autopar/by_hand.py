@@ -10,7 +10,15 @@ from autopar.contexts import for_sequences
 from autopar.cost.exchanges import placed_experts, priced_tables
 from autopar.cost.slices import PlacedSlices, sliced_tables
 from autopar.errors import AutoparError, InfeasibleError
-from autopar.expert_parallel import ADAPTIVE, check_adaptive, check_alone, check_experts, check_slices, expert_axes
+from autopar.expert_parallel import (
+    ADAPTIVE,
+    check_adaptive,
+    check_alone,
+    check_experts,
+    check_replicas,
+    check_slices,
+    expert_axes,
+)
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
@@ -20,7 +28,7 @@ from autopar.odds import with_odds
 from autopar.planning import Place, divided, fit_or_refuse_over
 from autopar.profiler import load_profile, profiles_of
 from autopar.request import BUDGETS, Request, memory_limit_of
-from autopar.rewrites import any_way, by_load, by_slices, in_chunks, with_slices
+from autopar.rewrites import any_way, by_load, by_slices, in_chunks, with_replicas, with_slices
 from autopar.shares import SharedBatch
 from autopar.staging import checked_sizes, cut, even_sizes, stages_of_sizes
 from autopar.step import simulated_again, with_simulator
@@ -41,7 +49,7 @@ def template_of_graph(
     graph: Graph, mesh: Mesh, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1, schedule: str = "1f1b",
     chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False, zero: int = 0,
     hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat", exchange_chunks: int = 1,
-    recompute: str = "none", split: str = "equal", experts: str = "whole",
+    recompute: str = "none", split: str = "equal", experts: str = "whole", replicas: int = 0,
     mode: str = "train",
     optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
     constraints: Sequence[Constraint] = (),
@@ -53,10 +61,12 @@ def template_of_graph(
     check_experts(graph, ep)
     check_alone(mesh, hsdp, ep)
     check_slices(experts, dp // ep, exchange)
+    check_replicas(replicas, ep, exchange, experts)
     check_context(mesh, cp, context)
     graph, told = for_sequences(graph, ring=context == "ring") if cp > 1 else (graph, ())
     graph, in_parts = in_chunks(graph, exchange_chunks)
-    told = (*told, *in_parts)
+    graph, replicated = with_replicas(graph, replicas)
+    told = (*told, *in_parts, *replicated)
     graph, in_slices = with_slices(graph, experts)
     told = (*told, *(in_slices if experts != ADAPTIVE else ()))
     given, is_adaptive = graph, exchange == ADAPTIVE and ep > 1

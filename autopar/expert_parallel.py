@@ -180,6 +180,19 @@ def check_slices(experts: str, ranks: int, exchange: str) -> None:
         raise PlanError(f'expected exchange="flat" or "two-level" with experts="{experts}", found "{ADAPTIVE}"')
 
 
+def check_replicas(replicas: int, ep: int, exchange: str, experts: str) -> None:
+    """That there are ranks which share experts, and send them tokens one way at any load. Raises PlanError."""
+    if type(replicas) is not int or replicas < 0:
+        raise PlanError(f"expected replicas of a number of experts from 0 up, found {replicas!r}")
+    if replicas and ep < 2:
+        raise PlanError(f"expected ep of at least 2 with replicas={replicas}: with ep=1 every rank has all experts")
+    if replicas and (exchange == ADAPTIVE or experts != "whole"):
+        found = f'exchange="{ADAPTIVE}"' if exchange == ADAPTIVE else f'experts="{experts}"'
+        raise PlanError(
+            f'expected exchange="flat" or "two-level" and experts="whole" with replicas={replicas}, found {found}'
+        )
+
+
 def others_on(graph: Graph, rules: Sequence[Constraint], own: Collection[str]) -> list[Constraint]:
     """Rules about all parameters, for those that are not among some."""
     others = [item.name for item in graph.stored if item.name not in own]
