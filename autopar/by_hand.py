@@ -22,7 +22,7 @@ from autopar.expert_parallel import (
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Plan, Substitution
 from autopar.microbatch import batch_types, check_plan, divided_graph
 from autopar.odds import with_odds
 from autopar.planning import Place, divided, fit_or_refuse_over
@@ -60,7 +60,7 @@ def template_of_graph(
     check_hsdp(mesh, pp, hsdp, zero)
     check_experts(graph, ep)
     check_alone(mesh, hsdp, ep)
-    check_slices(experts, dp // ep, exchange)
+    check_slices(experts, dp // ep)
     check_replicas(replicas, ep, exchange, experts)
     check_context(mesh, cp, context)
     graph, told = for_sequences(graph, ring=context == "ring") if cp > 1 else (graph, ())
@@ -109,25 +109,27 @@ def template_of_graph(
         plan = stages.plan(split, sizes)
     else:
         plan = _fitted(Place(part, axes, request, load_profile(mesh.profile)))
-    if is_adaptive:
-        graph, plan = _by_load(given, plan)
-    elif experts == ADAPTIVE:
-        graph, plan = _by_load(given, plan, sliced=True)
+    if is_adaptive or experts == ADAPTIVE:
+        graph, plan = _by_load(given, plan, is_adaptive, experts == ADAPTIVE)
     return _checked(replace(plan, substitutions=(*told, *plan.substitutions)), graph)
 
 
-def _by_load(graph: Graph, plan: Plan, sliced: bool = False) -> tuple[Graph, Plan]:
-    """A plan whose ranks exchange tokens, and its graph, where the load says how; or whose ranks have slices of
-    experts, where it says what of these and of rows travels: by tables that are priced for its placements. Raises
-    InfeasibleError where what that takes does not fit."""
-    part, profiles = divided_graph(graph, plan.microbatches), profiles_of(plan.mesh)
-    if sliced:
-        graph, steps = by_slices(graph, sliced_tables(placed_experts(part, plan, profiles, PlacedSlices)))
-    else:
+def _by_load(graph: Graph, plan: Plan, exchanged: bool, sliced: bool) -> tuple[Graph, Plan]:
+    """A plan whose ranks exchange tokens, and its graph, where the load says how; and whose ranks have slices of
+    experts, where it says what of these and of rows travels: by tables that are priced for its placements, the second
+    where rows are exchanged by the first. Raises InfeasibleError where what that takes does not fit."""
+    profiles, steps = profiles_of(plan.mesh), tuple[Substitution, ...]()
+    if exchanged:
+        part = divided_graph(graph, plan.microbatches)
         graph, steps = by_load(graph, priced_tables(placed_experts(part, plan, profiles)))
+    if sliced:
+        part = divided_graph(graph, plan.microbatches)
+        graph, told = by_slices(graph, sliced_tables(placed_experts(part, plan, profiles, PlacedSlices)))
+        steps += told
     found = simulated_again(replace(plan, fingerprint=graph.fingerprint, substitutions=steps), graph)
     if found.predicted.peak_bytes > found.memory_limit:
-        remedy = 'experts="tensor" or "data"' if sliced else 'exchange="flat"'
+        fixed = ['exchange="flat"'] * exchanged + ['experts="tensor" or "data"'] * sliced
+        remedy = " and ".join(fixed)
         raise InfeasibleError(
             f"expected at most {found.memory_limit:,} bytes a device, found {found.predicted.peak_bytes:,} with what "
             f"travels by load; use {remedy}",

@@ -167,7 +167,7 @@ def sliced_constraints(graph: Graph, axis: str, first: Collection[str]) -> list[
     return list(found)
 
 
-def check_slices(experts: str, ranks: int, exchange: str) -> None:
+def check_slices(experts: str, ranks: int) -> None:
     """That there are ranks with tokens of their own which have the same experts. Raises PlanError."""
     known = ("whole", *SLICE_WAYS, ADAPTIVE)
     if experts not in known:
@@ -176,8 +176,6 @@ def check_slices(experts: str, ranks: int, exchange: str) -> None:
         raise PlanError(
             f'expected dp of at least twice ep with experts="{experts}", which slices them among those ranks'
         )
-    if experts != "whole" and exchange == ADAPTIVE:
-        raise PlanError(f'expected exchange="flat" or "two-level" with experts="{experts}", found "{ADAPTIVE}"')
 
 
 def check_replicas(replicas: int, ep: int, exchange: str, experts: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, isin, nn, tensor
 
 from autopar.ir.exchange_table import FLAT, ExchangeTable
 from autopar.ir.graph import SLICES, Graph, Node
-from autopar.ir.placement import Axis, Placement, S, local_shape
+from autopar.ir.placement import Axis, Placement, S, Type, local_shape
 from autopar.ir.plan import Plan
 from autopar.ir.slice_table import TENSOR, SliceTable
 from autopar.ops.experts import ROUTED_EXPERTS, table_of
@@ -53,7 +53,8 @@ def exchanged_bytes(
     ]
     counts = [own[first] for own in (*held, arrived)]
     if table is not None:
-        most = max(count for rank, count in arrived.items() if not any(i for a, i in enumerate(rank) if a not in over))
+        agree = {*over, *(a for a, axis in enumerate(axes) if _is_sliced(x[a], up[a]) and axis.size > 1)}
+        most = max(count for rank, count in arrived.items() if not any(i for a, i in enumerate(rank) if a not in agree))
         counts = [counts[0], counts[-1]] if table.at(most).how == FLAT else counts
     there, back = sum(counts[:-1]), sum(counts[1:])
     for group in sliced_groups(arrived, axes, x, up):
@@ -92,8 +93,13 @@ def sliced_groups(
 ) -> list[list[int]]:
     """The rows of the ranks that share slices of experts with the first, one list an axis."""
     first = (0,) * len(axes)
-    over = [a for a, axis in enumerate(axes) if x[a] == S(0) != up[a] and up[a].kind == "S" and axis.size > 1]
+    over = [a for a, axis in enumerate(axes) if _is_sliced(x[a], up[a]) and axis.size > 1]
     return [[arrived[*first[:a], i, *first[a + 1 :]] for i in range(axes[a].size)] for a in over]
+
+
+def _is_sliced(x: Type, up: Type) -> bool:
+    """Whether ranks of an axis that places tokens and experts so have their own tokens, and slices of the experts."""
+    return x == S(0) != up and up.kind == "S"
 
 
 def slices_taken(

@@ -201,7 +201,8 @@ def _inside(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...])
     )
     back.reverse()
     moved = [leg for legs in (*there[:-1], _beside(there[-1], back[0]), *back[1:]) for leg in legs]
-    sliced, sliced_back = sent_for_slices(call, operands, axes, (rows.sent, rows.mean), chunks)
+    told = table.chunks if table is not None else 0
+    sliced, sliced_back = sent_for_slices(call, operands, axes, (rows.sent, rows.mean), chunks, told)
     counts = _counts(_counted(call, operands, axes) * 8, over, axes, chunks, table)
     replicated, replicated_back = sent_for_replicas(call, operands, axes, over)
     return [*counts, *replicated, *moved, *sliced], [*moved, *replicated_back, *sliced_back]

@@ -11,7 +11,7 @@ tokens choose are priced, at the 99th percentile of the routing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -25,6 +25,7 @@ from autopar.cost.exchanges import (
     priced_tables,
     prices_in_chunks,
 )
+from autopar.cost.slices import PlacedSlices, gain_by_load_ns, sliced_tables
 from autopar.driver import Candidate, Context, Front, of_plan, outline_of
 from autopar.errors import AutoparError
 from autopar.families import faster_templates
@@ -32,12 +33,14 @@ from autopar.ir.exchange_table import MOST_CHUNKS, ExchangeTable, ExchangeWay
 from autopar.ir.graph import EXPECTED, Graph
 from autopar.ir.plan import Plan, Substitution
 from autopar.ir.routing import BALANCED, Routing
+from autopar.ir.slice_table import SliceTable
 from autopar.microbatch import divided_graph
 from autopar.ops.experts import ROUTED_EXPERTS, exchanged_over
 from autopar.ops.loads import busiest
 from autopar.ops.replicas import replicas_of
+from autopar.ops.sliced import slice_table_of
 from autopar.passes.template import is_open
-from autopar.rewrites import by_load, in_chunks, with_replicas
+from autopar.rewrites import by_load, by_slices, in_chunks, with_replicas
 from autopar.simulate import Timeline, predict, simulate, traffic, traffic_by_submesh
 from autopar.substitute import GraphCandidate, exchanges
 from autopar.substitute.backtracking import RESOLUTION
@@ -139,15 +142,37 @@ def replicate(front: Front, context: Context) -> Iterator[Candidate]:
 
 
 def adapt(front: Front, context: Context) -> Iterator[Candidate]:
-    """The best plan with its tokens exchanged as the load asks for, where the routing's loads ask for several ways."""
+    """The best plan with its tokens exchanged as the load asks for, and rows or slices of experts sent as it does,
+    where the routing's loads ask for several ways: as fast as it is simulated, and as much faster as the mean over
+    loads is than what both take at the mean load."""
     best = front.best
-    if best is None or is_interrupted() or _has(best, FIXED_WAY) or not exchanges_tokens(best.graph, best.plan):
+    if best is None or is_interrupted() or _has(best, FIXED_WAY) or not exchanges.routed(best.graph):
         return
-    part = divided_graph(best.graph, best.plan.microbatches)
-    placed = placed_experts(part, best.plan, context.profiles)
+    graph, steps, gain_ns = _by_load(best.graph, best.plan, context)
+    graph, told, more_ns = _by_slices(graph, best.plan, context)
+    found = _simulated_as(best, graph, (*best.variant.steps, *steps, *told), context) if steps or told else None
+    if found is None:
+        return
+    plan = best.plan
+    gain_ns = (gain_ns + more_ns) * plan.microbatches // len({stage.first_rank for stage in plan.stages})
+    if found.step_ns - gain_ns < best.step_ns * (1 - RESOLUTION):
+        yield replace(found, step_ns=found.step_ns - gain_ns)
+
+
+_ByLoad = tuple[Graph, tuple[Substitution, ...], int]
+"""A graph with tables, what makes it, and what loads that differ gain by them beside what their mean does."""
+
+
+def _by_load(graph: Graph, plan: Plan, context: Context) -> _ByLoad:
+    """With the tables by which rows are exchanged, of operators whose loads ask for several ways."""
+    placed = placed_experts(divided_graph(graph, plan.microbatches), plan, context.profiles)
     tables = {name: table for name, table in priced_tables(placed).items() if len(_ways(placed[name], table)) > 1}
-    if tables:
-        yield from _by_load(best, placed, tables, context)
+    gain_ns = sum(
+        beyond_mean_ns(placed[name], _as_it_is(placed[name]), placed[name].loads)
+        - beyond_mean_ns(placed[name], table, placed[name].loads)
+        for name, table in tables.items()
+    )  # fmt: skip
+    return *by_load(graph, tables), gain_ns
 
 
 def _ways(one: PlacedExperts, table: ExchangeTable) -> set[tuple[str, int]]:
@@ -155,24 +180,21 @@ def _ways(one: PlacedExperts, table: ExchangeTable) -> set[tuple[str, int]]:
     return {table.at(rows)[1:] for rows in one.loads}
 
 
-def _by_load(
-    best: Candidate, placed: Mapping[str, PlacedExperts], tables: Mapping[str, ExchangeTable], context: Context
-) -> Iterator[Candidate]:
-    """With some operators' tables: as fast as it is simulated, and as much faster as the mean over loads is than what
-    both take at the mean load."""
-    graph, steps = by_load(best.graph, tables)
-    found = _simulated_as(best, graph, (*best.variant.steps, *steps), context)
-    if found is None:
-        return
+def _differs(one: PlacedExperts, table: SliceTable) -> bool:
+    """Whether another way than that which it goes now is asked for by some of the routing's loads."""
+    now = slice_table_of(one.node)
+    return any(now.at(rows) != table.at(rows) for rows in one.loads)
+
+
+def _by_slices(graph: Graph, plan: Plan, context: Context) -> _ByLoad:
+    """With the tables by which rows or slices of experts travel, where some load asks for another
+    way than what the operator does."""
+    placed = placed_experts(divided_graph(graph, plan.microbatches), plan, context.profiles, PlacedSlices)
+    tables = {name: own for name, own in sliced_tables(placed).items() if _differs(placed[name], own)}
     gain_ns = sum(
-        beyond_mean_ns(placed[name], _as_it_is(placed[name]), placed[name].loads)
-        - beyond_mean_ns(placed[name], table, placed[name].loads)
-        for name, table in tables.items()
+        gain_by_load_ns(one, tables[name]) for name, one in placed.items() if name in tables
     )  # fmt: skip
-    plan = best.plan
-    gain_ns = gain_ns * plan.microbatches // len({stage.first_rank for stage in plan.stages})
-    if found.step_ns - gain_ns < best.step_ns * (1 - RESOLUTION):
-        yield replace(found, step_ns=found.step_ns - gain_ns)
+    return *by_slices(graph, tables), gain_ns
 
 
 def _as_it_is(one: PlacedExperts) -> ExchangeTable:

@@ -93,4 +93,9 @@ def _without(node: Node, key: str) -> Node:
 
 
 def _told(node: Node, key: str, value: object) -> Node:
-    return replace(node, kwargs=tuple({**dict(node.kwargs), key: value}.items()))
+    """With an argument, in one order whichever was told first."""
+    told = {**dict(node.kwargs), key: value}
+    return replace(node, kwargs=tuple(sorted(told.items(), key=lambda item: _ORDER.get(item[0], 0))))
+
+
+_ORDER = {"chunks": 1, BY_LOAD: 2, SLICES: 3, REPLICAS: 4}

@@ -64,11 +64,12 @@ def routed_experts(
     torch._assert_async((ids >= 0).all(), "expected experts by numbers from 0 up, found one below 0")
     held = ExpertParameters(up, down, up_bias, down_bias, activation, gated, paired)
     hot = HotExperts(ids, num_experts, replicas, axes) if replicas else None
-    order, ways = _exchanges(ids if hot is None else hot.others, num_experts, axes, exchanged, chunks, by_load)
+    beside = None if slices is None else slices.axis
+    order, ways = _exchanges(ids if hot is None else hot.others, num_experts, axes, exchanged, chunks, by_load, beside)
     counts = [way.counts[: up.size(0)] for way in ways]
     experts: _Experts = LocalExperts(held, counts)
     if slices is not None:
-        experts = SlicedExperts(held, counts, slices)
+        experts = SlicedExperts(held, counts, slices, 1 if by_load is None else by_load.chunks)
     kept = [sum(way.legs[0].sent if way.legs else way.counts) for way in ways]
     order = order[: sum(kept)]
     sent: Tensor = _ChosenRows.apply(x, order, ids.size(1))  # type: ignore[no-untyped-call]
@@ -124,14 +125,14 @@ class _ChosenRows(torch.autograd.Function):
 
 def _exchanges(
     ids: Tensor, num_experts: int, axes: Sequence[Axis], exchanged: Sequence[Axis], chunks: int,
-    by_load: LoadTable | None,
+    by_load: LoadTable | None, beside: Axis | None,
 ) -> tuple[Tensor, list[RowWay]]:  # fmt: skip
     """The choices in the order in which they travel, and the way of each chunk of them."""
     if by_load is None:
         legs = list(reversed(exchanged))  # those inside of a node first
         going = _Destinations(ids, num_experts, axes, legs, chunks)
         return going.order, exchange.ways(going.counts, legs)
-    seen = SeenLoad(_Destinations(ids, num_experts, axes, exchanged, by_load.chunks).counts, exchanged, by_load)
+    seen = SeenLoad(_Destinations(ids, num_experts, axes, exchanged, by_load.chunks).counts, exchanged, by_load, beside)
     along = list(reversed(exchanged)) if seen.how == "two-level" else exchanged  # flat: ranks in their order
     return _Destinations(ids, num_experts, axes, along, seen.chunks).order, seen.ways()
 
