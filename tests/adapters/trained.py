@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import TrainingArguments
+from transformers import PretrainedConfig, TrainingArguments
 
 from autopar.adapters.transformers import Trainer
 
@@ -35,7 +34,7 @@ class Net(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(61, 16), nn.Linear(16, 61)
-        self.config = SimpleNamespace(problem_type=None)
+        self.config = PretrainedConfig()
         self.layers = nn.ModuleList(Block(dropout) for _ in range(2))
 
     def forward(
