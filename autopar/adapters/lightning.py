@@ -228,7 +228,9 @@ class PlannedStrategy(SingleDeviceStrategy):
             own = {**self._planned.given_buffers(), **self.rank.full_state_dict()}
             rank.init_from(own, broadcast=False)
             return
-        state = model_state(self.lightning_module)
+        module = self.lightning_module
+        assert module is not None, "it is connected at setup"
+        state = model_state(module)
         assert state is not None, "it has weights"
         rank.init_from(state, broadcast=dist.is_initialized())
 

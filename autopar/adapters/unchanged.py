@@ -40,7 +40,7 @@ def recorded_reads(found: set[tuple[str, str]]) -> Iterator[None]:
                 found.add((_name(kind), name))
         return value
 
-    nn.Module.__getattribute__ = read  # type: ignore[method-assign]
+    nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
