@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from autopar.adapters.building import WantedPlan, on_first
-from autopar.adapters.steps import EvaluationStep, Made, log_again
+from autopar.adapters.steps import EvaluationStep, StepOutcome, log_again
 from autopar.adapters.unchanged import ReadAttributes, as_reads, as_text, recorded_reads
 from autopar.errors import PlacementError, PlanError
 from autopar.program import load_source
@@ -26,11 +26,11 @@ _ORDER = ("microbatches", "schedule", "chunks", "recompute")  # of a step's pass
 
 
 @dataclass(frozen=True, slots=True)
-class _Evaluation:
+class _PlannedEvaluation:
     """A program of a step for some batches; rank is None where it makes no tensor."""
 
     rank: Rank | None
-    made: Made
+    made: StepOutcome
     attributes: ReadAttributes
 
 
@@ -47,7 +47,7 @@ class Evaluations:
         plan = wanted.plan
         own = {k: v for k, v in plan.items() if k not in _ORDER} if isinstance(plan, Mapping) else None
         self._wanted = replace(wanted, plan=own, options={**(wanted.options or {}), "mode": "inference"})
-        self._known: dict[Any, _Evaluation] = {}
+        self._known: dict[Any, _PlannedEvaluation] = {}
         self._fresh: set[int] = set()  # ids of ranks that have the weights of now
 
     def forget_weights(self) -> None:
@@ -110,7 +110,7 @@ class Evaluations:
             for module, training in was.items():
                 module.training = training
         rank = build(load_source(source).Program) if source else None
-        found = _Evaluation(rank, made, attributes)
+        found = _PlannedEvaluation(rank, made, attributes)
         self._known[self._key(name, batch, more)] = found
         for count in rows if also else ():
             self._known[self._key(name, batch, more, count)] = found

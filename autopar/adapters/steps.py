@@ -32,10 +32,10 @@ class Logged:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class StepOutcome:
     """What a step makes of a batch beside its outputs.
 
-    returned: as it was, with the place of an output for each tensor (`Place`); None where nothing is returned.
+    returned: as it was, with the place of an output for each tensor (`OutputPlace`); None where nothing is returned.
     """
 
     logged: Sequence[Logged]
@@ -45,15 +45,15 @@ class Made:
     def has_outputs(self) -> bool:
         """Whether there is any tensor."""
         leaves = tree_flatten(self.returned)[0]
-        return any(call.number is None for call in self.logged) or any(isinstance(x, Place) for x in leaves)
+        return any(call.number is None for call in self.logged) or any(isinstance(x, OutputPlace) for x in leaves)
 
     def filled(self, outputs: Sequence[Tensor]) -> Any:
         """What the step returns, of these outputs."""
-        return tree_map(lambda x: outputs[x.index] if isinstance(x, Place) else x, self.returned)
+        return tree_map(lambda x: outputs[x.index] if isinstance(x, OutputPlace) else x, self.returned)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OutputPlace:
     """Of a tensor among outputs."""
 
     index: int
@@ -88,9 +88,9 @@ class EvaluationStep(TrainingStep):
     def __init__(self, module: nn.Module, name: str, more: Sequence[int]) -> None:
         """more: what the step is given after the batch and its number, if it takes that."""
         super().__init__(module)
-        self.__dict__.update(_name=name, _more=tuple(more), made=Made((), None))
+        self.__dict__.update(_name=name, _more=tuple(more), made=StepOutcome((), None))
 
-    made: Made
+    made: StepOutcome
     _name: str
     _more: tuple[int, ...]
 
@@ -101,10 +101,10 @@ class EvaluationStep(TrainingStep):
             returned = step(batch, *_number(step), *self._more)
         outputs = list[Tensor]()
         logged = [_evaluated(name, value, options, outputs) for name, value, options in calls]
-        self.__dict__["made"] = Made(logged, tree_map(lambda x: _placed(x, outputs), returned))
+        self.__dict__["made"] = StepOutcome(logged, tree_map(lambda x: _placed(x, outputs), returned))
         return tuple(outputs)
 
-    def tried(self, batch: Any) -> Made:
+    def tried(self, batch: Any) -> StepOutcome:
         """What the step makes of such a batch: by tensors without values, since parameters may be on meta."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode, torch.no_grad():
@@ -141,9 +141,9 @@ def _placed(value: Any, outputs: list[Tensor]) -> Any:
         return value
     for index, known in enumerate(outputs):
         if known is value:
-            return Place(index)
+            return OutputPlace(index)
     outputs.append(value)
-    return Place(len(outputs) - 1)
+    return OutputPlace(len(outputs) - 1)
 
 
 @contextmanager

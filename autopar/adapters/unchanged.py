@@ -92,7 +92,7 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-class _Same:
+class _SameObject:
     """Equal to what is the same object, which stays alive so that no other takes its place in memory."""
 
     __slots__ = ("value",)
@@ -101,7 +101,7 @@ class _Same:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, _SameObject) and other.value is self.value
 
     __hash__ = None  # type: ignore[assignment] # compared alone
 
@@ -111,9 +111,9 @@ def _seen(value: Any, depth: int) -> Any:
     if isinstance(value, _PLAIN):
         return repr(value) if isinstance(value, float) else value  # not a number is equal to itself here
     if isinstance(value, Tensor):
-        return _Same(value), 0 if value.is_inference() else value._version
+        return _SameObject(value), 0 if value.is_inference() else value._version
     if not depth or isinstance(value, (nn.Module, type)) or callable(value):
-        return _Same(value)
+        return _SameObject(value)
     if isinstance(value, Mapping):
         return [(_seen(name, 0), _seen(item, depth - 1)) for name, item in value.items()]
     if isinstance(value, (list, tuple)):
@@ -121,7 +121,7 @@ def _seen(value: Any, depth: int) -> Any:
     if isinstance(value, (set, frozenset)):
         return len(value), sorted(map(repr, value))
     held = getattr(value, "__dict__", None)
-    return _Same(value), {} if held is None else {name: _seen(item, depth - 1) for name, item in held.items()}
+    return _SameObject(value), {} if held is None else {name: _seen(item, depth - 1) for name, item in held.items()}
 
 
 class Unchanged:
@@ -172,7 +172,7 @@ class Unchanged:
             if self._frozen:
                 found[f"requires_grad of {name}"] = parameter.requires_grad
             else:
-                found[f"parameter {name}"] = _Same(parameter)
+                found[f"parameter {name}"] = _SameObject(parameter)
         for name, buffer in self._model.named_buffers():
-            found[f"buffer {name}"] = _seen(buffer, 0) if self._frozen else _Same(buffer)
+            found[f"buffer {name}"] = _seen(buffer, 0) if self._frozen else _SameObject(buffer)
         return found
