@@ -80,11 +80,13 @@ class ReadAttributes:
         return [path for path, value in self._values().items() if self._before.get(path, _MISSING) != value]
 
     def _values(self) -> dict[str, Any]:
-        found = {}
+        found, known = {}, dict[int, Any]()  # a configuration is an attribute of many modules
         for path, module in self._model.named_modules():
             for name in self._names.get(_name(type(module)), ()):
                 value = vars(module).get(name, getattr(type(module), name, _MISSING))
-                found[f"{path}.{name}".lstrip(".")] = _seen(value, _DEEPEST)
+                if id(value) not in known:
+                    known[id(value)] = _seen(value, _DEEPEST)
+                found[f"{path}.{name}".lstrip(".")] = known[id(value)]
         return found
 
 
