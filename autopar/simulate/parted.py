@@ -14,7 +14,7 @@ from autopar.cost import Profile
 from autopar.ir.branches import Coordinates
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, StagePlan
-from autopar.ir.schedule import BACKWARD, DIRECTIONS, FORWARD
+from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, DIRECTIONS, FORWARD
 from autopar.simulate.engine import Carried, Change, Flight, Moment
 from autopar.simulate.part_player import (
     FOLLOWING,
@@ -500,6 +500,9 @@ class _PartedPass:
         received = sum([player.part.received_bytes.get(kind.name, 0) for player in self.players])
         if received:
             self.changes.append((self.last, -received, "activation gradients", Moment.START))
+        dropped = sum([player.part.lifetimes.dropped_bytes for player in self.players])
+        if dropped and kind.name == BACKWARD_INPUT:
+            self.changes.append((self.last, -dropped, "activations", Moment.START))
 
     def _play_backward(
         self, number: int, player: PartPlayer, kind: PassKind, gradients: Mapping[int, Ends], transient: frozenset[int],
