@@ -366,9 +366,9 @@ class _PartedPass:
             own = {task[3] + begin for task in done.tasks if task[0] != COMPUTE} & left
             if own:
                 tasks = [
-                    (task[0], task[1], *(time - begin for time in moved[task[3] + begin]), task[4])
-                    if task[0] != COMPUTE and task[3] + begin in own else task
-                    for task in done.tasks
+                    (name, what, *_since(moved[end + begin], begin), kind)
+                    if name != COMPUTE and end + begin in own else (name, what, start, end, kind)
+                    for name, what, start, end, kind in done.tasks
                 ]  # fmt: skip
                 self.pieces[place] = begin, replace(done, tasks=tasks), rename
                 left -= own
@@ -615,6 +615,10 @@ class _PartedPass:
                 shrinks = player.program.slots[share.slots[0]].shrinks
                 opened[share.way] = max(end, own), (*members, (number, share.slots)) if shrinks else ()
         self.open = opened
+
+
+def _since(span: tuple[int, int], begin: int) -> tuple[int, int]:
+    return span[0] - begin, span[1] - begin
 
 
 def _by_part(found: frozenset[tuple[int, int]], count: int) -> list[frozenset[int]]:
