@@ -63,7 +63,7 @@ def tensors_again(graph: Graph, recompute: tuple[str, ...]) -> frozenset[str]:
     operators = operators_again(recompute)
     if not operators:
         return frozenset()
-    key = "tensors again", ",".join(sorted(operators))
+    key = "tensors again", _text(recompute)
     if key not in graph.found:
         found = set[str]()
         for node in graph.nodes:
@@ -72,6 +72,12 @@ def tensors_again(graph: Graph, recompute: tuple[str, ...]) -> frozenset[str]:
         graph.found[key] = frozenset(found)
     known: frozenset[str] = graph.found[key]
     return known
+
+
+@lru_cache(maxsize=64)
+def _text(recompute: tuple[str, ...]) -> str:
+    """One for all tuples of the same operators, of which there may be thousands."""
+    return ",".join(sorted(operators_again(recompute)))
 
 
 def makes_memory(steps: Sequence[Step]) -> bool:

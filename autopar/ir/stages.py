@@ -7,7 +7,7 @@ these come back. Rank k of a stage sends to rank k of another stage of equal axe
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -211,8 +211,9 @@ def _check_update(graph: Graph, plan: Plan, name: str, keepers: list[int]) -> No
 def _check_nodes(graph: Graph, plan: Plan) -> None:
     """Each node runs somewhere; one that changes a buffer, or that `runs_once` names, in one stage."""
     changed = set(graph.mutations.values())
+    counts = Counter(name for stage in plan.stages for name in stage.nodes)
     for node in graph.nodes:
-        count = sum(node.name in stage.nodes for stage in plan.stages)
+        count = counts[node.name]
         single = runs_once(node) or not changed.isdisjoint(node.results)
         if count == 0 or (single and count > 1):
             raise PlanError(f"expected node {node.name} ({node.op}) at {node.source} in one stage, found it in {count}")
@@ -234,12 +235,11 @@ def _check_reads(graph: Graph, plan: Plan, index: int) -> None:
     missing = (set(stage.storage) - set(graph.stored_by_tensor)) | (set(stage.inputs) & set(graph.stored_by_tensor))
     if missing:
         raise PlanError(f"expected stage {index} to store what the model stores, found {sorted(missing)[:3]}")
-    for node in graph.nodes:
-        if node.name in stage.nodes:
-            for name in node.operands:
-                if name not in known:
-                    raise PlanError(f"{_where(node, index)}: expected {name} made or received before it, found neither")
-            known.update(node.results)
+    for node in stage_nodes(graph, stage):
+        for name in node.operands:
+            if name not in known:
+                raise PlanError(f"{_where(node, index)}: expected {name} made or received before it, found neither")
+        known.update(node.results)
 
 
 def _check_received(graph: Graph, plan: Plan, index: int) -> None:

@@ -129,11 +129,12 @@ def _check_recompute(graph: Graph, plan: Plan) -> None:
         if path not in running:
             near = ", ".join(difflib.get_close_matches(path, running)) or "none of a name like that"
             raise PlanError(f"expected modules that run something to recompute, found {path!r}; there is {near}")
+    counts, of_modules = Counter(plan.recompute), frozenset(modules)
     for path in plan.recompute:
         parts = path.split(".")
         around = {".".join(parts[:count]) for count in range(1, len(parts))}
-        inside = around.intersection(modules)
-        if inside or plan.recompute.count(path) > 1:
+        inside = around & of_modules
+        if inside or counts[path] > 1:
             raise PlanError(
                 f"expected each module to recompute once, found {path} inside of {inside.pop() if inside else 'itself'}"
             )

@@ -58,7 +58,8 @@ class GraphFacts:
     def __init__(self, graph: Graph, device_type: str) -> None:
         self.nodes = {node.name: _node_facts(node, graph, device_type) for node in graph.nodes}
         self.blocks = block_paths(graph)
-        self._block_of: dict[tuple[str, frozenset[str]], str] = {}
+        self._blocks_of: dict[frozenset[str], dict[str, str]] = {}
+        self._asked: tuple[frozenset[str], dict[str, str]] = frozenset(), self._blocks_of.setdefault(frozenset(), {})
         self.constants, self.folded = constant_tensors(graph), folded_tensors(graph)
         self._graph = weakref.ref(graph)
         self._twins: tuple[tuple[tuple[str, ...], ...], dict[str, tuple[int, int]]] | None = None
@@ -79,12 +80,14 @@ class GraphFacts:
 
         recomputed: modules that are blocks for that reason.
         """
-        key = name, recomputed
-        known = self._block_of.get(key)
-        if known is None:
-            found = not name or name in self.blocks or name in recomputed
-            known = self._block_of[key] = name if found else self.block_of(name.rpartition(".")[0], recomputed)
-        return known
+        if self._asked[0] is not recomputed:  # large sets that are equal are compared once, not for each name
+            self._asked = recomputed, self._blocks_of.setdefault(recomputed, {})
+        known = self._asked[1]
+        found = known.get(name)
+        if found is None:
+            is_block = not name or name in self.blocks or name in recomputed
+            found = known[name] = name if is_block else self.block_of(name.rpartition(".")[0], recomputed)
+        return found
 
 
 def _twins(graph: Graph, blocks: tuple[tuple[str, ...], ...]) -> dict[str, tuple[int, int]]:
