@@ -11,6 +11,7 @@ import itertools
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from autopar.ir.graph import Graph, Node, map_references
@@ -51,12 +52,18 @@ def known_segments(
     is_split: bool = False,
 ) -> tuple[Segment, ...]:  # fmt: skip
     """As `segments_of`, found once for a graph. whole: of all stages, which may have equal segments."""
-    key = "segments", f"{sorted(recomputed)} {ROOT_NODES if is_cut else 0} {is_split and is_cut}"
+    key = "segments", f"{_text(recomputed)} {ROOT_NODES if is_cut else 0} {is_split and is_cut}"
     if key not in graph.found:
         kinds: dict[Hashable, int] = whole.found.setdefault(("kinds", ""), {})
         graph.found[key] = segments_of(graph, facts, recomputed, is_cut, is_split, kinds)
     found: tuple[Segment, ...] = graph.found[key]
     return found
+
+
+@lru_cache(maxsize=64)
+def _text(recomputed: frozenset[str]) -> str:
+    """One for all equal sets, which may have thousands of names."""
+    return str(sorted(recomputed))
 
 
 def segments_of(
