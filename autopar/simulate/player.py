@@ -118,7 +118,7 @@ class Queues(Enum):
 
     def link(self, sent: Transmission, purpose: str) -> str:
         """The queue of what is sent."""
-        if self is Queues.AXIS:
+        if self is Queues.AXIS and sent.is_shared:
             return f"{sent.level} axis {sent.axis}"
         if self is Queues.PURPOSE:
             return f"{sent.level} {STOPS if purpose in STOPPING else APART}"

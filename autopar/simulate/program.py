@@ -81,7 +81,8 @@ RANK_BYTES = 4  # a DeviceMesh numbers its ranks in int32, in the host's memory
 class Transmission(NamedTuple):
     """One collective: its name, the link level that it is on, its bytes and nanoseconds. waits: how long its ranks wait
     for each other besides where it stops them, if that is known. is_early: it was sent long before, and has arrived.
-    beside_ns: its nanoseconds while its ranks compute. num_ranks: that take part."""
+    beside_ns: its nanoseconds while its ranks compute. num_ranks: that take part. is_shared: whether other axes of the
+    stage have links of that level, too."""
 
     collective: str
     level: str
@@ -92,6 +93,7 @@ class Transmission(NamedTuple):
     is_early: bool = False
     beside_ns: int = 0
     num_ranks: int = 1
+    is_shared: bool = False
 
 
 @dataclass(slots=True)
@@ -514,6 +516,7 @@ class Lowering:
             inside = ranks_within_node(mesh_axis, per_node) == mesh_axis.size
             duration = collective_time_ns(collective, num_bytes, mesh_axis, per_node, self.profile)
             level = INSIDE if inside else ACROSS
+            inner = [ranks_within_node(each, per_node) == each.size for each in self.plan.axes if each.size > 1]
             slowed = self.profile.beside_compute(level)
             for lane, size in zip(self.others, elsewhere or (num_bytes,) * len(self.others), strict=True):
                 if axis in lane.joined:
@@ -522,8 +525,9 @@ class Lowering:
             waits = waits_along(mesh_axis, per_node, self.profile)
             beside = round(duration * slowed)
             self.transmissions[key] = Transmission(
-                collective, level, axis, num_bytes, duration, waits, beside_ns=beside, num_ranks=mesh_axis.size
-            )
+                collective, level, axis, num_bytes, duration, waits, beside_ns=beside, num_ranks=mesh_axis.size,
+                is_shared=inner.count(inside) > 1,
+            )  # fmt: skip
         return self.transmissions[key]
 
     def _transmissions(

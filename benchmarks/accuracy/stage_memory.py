@@ -124,6 +124,7 @@ TEMPLATES: dict[str, dict[str, Any]] = {
     "dualpipev": {"pp": 2, "microbatches": 8, "schedule": "dualpipev"},
     "dualpipev-dp": {"pp": 2, "dp": 2, "microbatches": 4, "schedule": "dualpipev"},
     "dualpipev-zero3": {"pp": 2, "dp": 2, "microbatches": 4, "zero": 3, "schedule": "dualpipev"},
+    "interleaved_zero_bubble": {"pp": 2, "microbatches": 4, "schedule": "interleaved_zero_bubble"},
     "zero_bubble_v": {"pp": 2, "microbatches": 4, "schedule": "zero_bubble_v"},
     "recompute": {"pp": 2, "microbatches": 4, "recompute": "full"},
     "recompute-4": {"pp": 4, "microbatches": 4, "recompute": "full"},
