@@ -18,9 +18,8 @@ RESULTS = Path(__file__).parent / "results.md"
 INTRODUCTION = """# Public configurations, audited
 
 Each file of `tests/auditing/configs` holds the facts of a public configuration; its source is named in `cases.py`, and
-below. The verdict is what `autopar audit` says of it on the devices beside it, without a search; *by hand* is what a
-sum
-on paper says (`cases.py` has the terms), written down before the audit ran, and kept where the two differ.
+below. The verdict is what `autopar audit` says of it on the devices beside it, without a search; *by hand* is what
+a sum on paper says (`cases.py` has the terms), written down before the audit ran, and kept where the two differ.
 """
 
 
