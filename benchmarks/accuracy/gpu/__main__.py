@@ -90,8 +90,10 @@ def main(arguments: list[str] | None = None) -> int:
             told = f"{len(chosen)} rows by {' '.join(_flags(options))}"
             softwares, profiles = fit(chosen, softwares, profiles, options.fit, told, options.constants)
             write_constants(softwares, profiles)
-        left_out = cross_validated(chosen, softwares, profiles, options.constants) if options.cross_validate else {}
     predictions = [predict(item, softwares, profiles) for item in items]
+    if options.cross_validate:
+        known = {item.row.id: item.seconds for item in predictions}
+        left_out = cross_validated(chosen, softwares, profiles, options.constants, known)
     seconds = round(time.process_time() - started)
     print(printed(predictions, left_out, seconds))
     if options.odds:

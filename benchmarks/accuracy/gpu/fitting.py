@@ -158,17 +158,21 @@ LEFT_OUT: Mapping[str, Callable[[Row], str]] = {"model": lambda row: row.model, 
 
 
 def cross_validated(
-    items: Sequence[Planned], softwares: tuple[Software, ...], profiles: Mapping[str, Profile], only: Sequence[str] = ()
-) -> dict[str, dict[str, float]]:
+    items: Sequence[Planned], softwares: tuple[Software, ...], profiles: Mapping[str, Profile],
+    only: Sequence[str] = (), seconds: Mapping[str, float] | None = None,
+) -> dict[str, dict[str, float]]:  # fmt: skip
     """Relative errors of measured rows by their ids, each under constants fitted without the rows of its model; and
     without those of its source.
 
     To first order: errors and derivatives are those at the given constants; a fit is one damped step from there. only:
-    as in `fit`; the other constants stay.
+    as in `fit`; the other constants stay, and rows that depend on none of these are left out. seconds: as they are
+    predicted, by the rows' ids, where that is known.
     """
     constants = constants_for(items, softwares, only)
     logs = values_of(constants, softwares, profiles)
-    errors, slopes = jacobian(constants, logs, items, softwares, profiles)
+    items = [items[number] for number in sorted({n for one in constants for n in _own(one, items, softwares)})]
+    known = None if seconds is None else np.log([seconds[one.row.id] / (one.row.measured_s or 1.0) for one in items])
+    errors, slopes = jacobian(constants, logs, items, softwares, profiles, known)
     return {
         what: _left_out([key(item.row) for item in items], items, constants, logs, errors, slopes)
         for what, key in LEFT_OUT.items()
@@ -201,10 +205,11 @@ def constants_for(
 
 def jacobian(
     constants: Sequence[Constant], logs: Array, items: Sequence[Planned], softwares: tuple[Software, ...],
-    profiles: Mapping[str, Profile],
+    profiles: Mapping[str, Profile], errors: Array | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Errors at these constants (rows), and their derivatives by the constants' logarithms (rows, constants)."""
-    errors = log_errors(items, *with_values(constants, logs, softwares, profiles, ""))
+    if errors is None:
+        errors = log_errors(items, *with_values(constants, logs, softwares, profiles, ""))
     slopes = [_slope(constants, logs, place, items, errors, softwares, profiles) for place in range(len(constants))]
     return errors, np.stack(slopes, axis=1)
 
@@ -220,12 +225,16 @@ def _slope(
     softwares: tuple[Software, ...], profiles: Mapping[str, Profile],
 ) -> Array:  # fmt: skip
     """Of the errors by one constant's logarithm: of rows of other softwares and devices none."""
-    owner = constants[place].owner
     moved = with_values(constants, logs + STEP * np.eye(len(logs))[place], softwares, profiles, "")
-    own = [
-        number for number, item in enumerate(items)
-        if owner in (profile_name(item.row.gpu), software_of(item.row.framework, softwares).name)
-    ]  # fmt: skip
+    own = _own(constants[place], items, softwares)
     found = np.zeros(len(items))
     found[own] = (log_errors([items[number] for number in own], *moved) - errors[own]) / STEP
     return found
+
+
+def _own(constant: Constant, items: Sequence[Planned], softwares: tuple[Software, ...]) -> list[int]:
+    """The rows, by number, of its device or software."""
+    return [
+        number for number, item in enumerate(items)
+        if constant.owner in (profile_name(item.row.gpu), software_of(item.row.framework, softwares).name)
+    ]  # fmt: skip
