@@ -10,17 +10,25 @@ from autopar.contexts import for_sequences
 from autopar.cost.exchanges import placed_experts, priced_tables
 from autopar.cost.slices import PlacedSlices, sliced_tables
 from autopar.errors import AutoparError, InfeasibleError
-from autopar.expert_parallel import ADAPTIVE, check_adaptive, check_alone, check_experts, check_slices, expert_axes
+from autopar.expert_parallel import (
+    ADAPTIVE,
+    check_adaptive,
+    check_alone,
+    check_experts,
+    check_replicas,
+    check_slices,
+    expert_axes,
+)
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Plan, Substitution
 from autopar.microbatch import batch_types, check_plan, divided_graph
 from autopar.odds import with_odds
 from autopar.planning import Place, divided, fit_or_refuse_over
 from autopar.profiler import load_profile, profiles_of
 from autopar.request import BUDGETS, Request, memory_limit_of
-from autopar.rewrites import any_way, by_load, by_slices, in_chunks, with_slices
+from autopar.rewrites import any_way, by_load, by_slices, in_chunks, with_replicas, with_slices
 from autopar.shares import SharedBatch
 from autopar.staging import checked_sizes, cut, even_sizes, stages_of_sizes
 from autopar.step import simulated_again, with_simulator
@@ -41,7 +49,7 @@ def template_of_graph(
     graph: Graph, mesh: Mesh, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1, schedule: str = "1f1b",
     chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False, zero: int = 0,
     hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat", exchange_chunks: int = 1,
-    recompute: str = "none", split: str = "equal", experts: str = "whole",
+    recompute: str = "none", split: str = "equal", experts: str = "whole", replicas: int = 0,
     mode: str = "train",
     optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
     constraints: Sequence[Constraint] = (),
@@ -52,11 +60,13 @@ def template_of_graph(
     check_hsdp(mesh, pp, hsdp, zero)
     check_experts(graph, ep)
     check_alone(mesh, hsdp, ep)
-    check_slices(experts, dp // ep, exchange)
+    check_slices(experts, dp // ep)
+    check_replicas(replicas, ep, exchange, experts)
     check_context(mesh, cp, context)
     graph, told = for_sequences(graph, ring=context == "ring") if cp > 1 else (graph, ())
     graph, in_parts = in_chunks(graph, exchange_chunks)
-    told = (*told, *in_parts)
+    graph, replicated = with_replicas(graph, replicas)
+    told = (*told, *in_parts, *replicated)
     graph, in_slices = with_slices(graph, experts)
     told = (*told, *(in_slices if experts != ADAPTIVE else ()))
     given, is_adaptive = graph, exchange == ADAPTIVE and ep > 1
@@ -99,25 +109,27 @@ def template_of_graph(
         plan = stages.plan(split, sizes)
     else:
         plan = _fitted(Place(part, axes, request, load_profile(mesh.profile)))
-    if is_adaptive:
-        graph, plan = _by_load(given, plan)
-    elif experts == ADAPTIVE:
-        graph, plan = _by_load(given, plan, sliced=True)
+    if is_adaptive or experts == ADAPTIVE:
+        graph, plan = _by_load(given, plan, is_adaptive, experts == ADAPTIVE)
     return _checked(replace(plan, substitutions=(*told, *plan.substitutions)), graph)
 
 
-def _by_load(graph: Graph, plan: Plan, sliced: bool = False) -> tuple[Graph, Plan]:
-    """A plan whose ranks exchange tokens, and its graph, where the load says how; or whose ranks have slices of
-    experts, where it says what of these and of rows travels: by tables that are priced for its placements. Raises
-    InfeasibleError where what that takes does not fit."""
-    part, profiles = divided_graph(graph, plan.microbatches), profiles_of(plan.mesh)
-    if sliced:
-        graph, steps = by_slices(graph, sliced_tables(placed_experts(part, plan, profiles, PlacedSlices)))
-    else:
+def _by_load(graph: Graph, plan: Plan, exchanged: bool, sliced: bool) -> tuple[Graph, Plan]:
+    """A plan whose ranks exchange tokens, and its graph, where the load says how; and whose ranks have slices of
+    experts, where it says what of these and of rows travels: by tables that are priced for its placements, the second
+    where rows are exchanged by the first. Raises InfeasibleError where what that takes does not fit."""
+    profiles, steps = profiles_of(plan.mesh), tuple[Substitution, ...]()
+    if exchanged:
+        part = divided_graph(graph, plan.microbatches)
         graph, steps = by_load(graph, priced_tables(placed_experts(part, plan, profiles)))
+    if sliced:
+        part = divided_graph(graph, plan.microbatches)
+        graph, told = by_slices(graph, sliced_tables(placed_experts(part, plan, profiles, PlacedSlices)))
+        steps += told
     found = simulated_again(replace(plan, fingerprint=graph.fingerprint, substitutions=steps), graph)
     if found.predicted.peak_bytes > found.memory_limit:
-        remedy = 'experts="tensor" or "data"' if sliced else 'exchange="flat"'
+        fixed = ['exchange="flat"'] * exchanged + ['experts="tensor" or "data"'] * sliced
+        remedy = " and ".join(fixed)
         raise InfeasibleError(
             f"expected at most {found.memory_limit:,} bytes a device, found {found.predicted.peak_bytes:,} with what "
             f"travels by load; use {remedy}",

@@ -167,7 +167,7 @@ def sliced_constraints(graph: Graph, axis: str, first: Collection[str]) -> list[
     return list(found)
 
 
-def check_slices(experts: str, ranks: int, exchange: str) -> None:
+def check_slices(experts: str, ranks: int) -> None:
     """That there are ranks with tokens of their own which have the same experts. Raises PlanError."""
     known = ("whole", *SLICE_WAYS, ADAPTIVE)
     if experts not in known:
@@ -176,8 +176,19 @@ def check_slices(experts: str, ranks: int, exchange: str) -> None:
         raise PlanError(
             f'expected dp of at least twice ep with experts="{experts}", which slices them among those ranks'
         )
-    if experts != "whole" and exchange == ADAPTIVE:
-        raise PlanError(f'expected exchange="flat" or "two-level" with experts="{experts}", found "{ADAPTIVE}"')
+
+
+def check_replicas(replicas: int, ep: int, exchange: str, experts: str) -> None:
+    """That there are ranks which share experts, and send them tokens one way at any load. Raises PlanError."""
+    if type(replicas) is not int or replicas < 0:
+        raise PlanError(f"expected replicas of a number of experts from 0 up, found {replicas!r}")
+    if replicas and ep < 2:
+        raise PlanError(f"expected ep of at least 2 with replicas={replicas}: with ep=1 every rank has all experts")
+    if replicas and (exchange == ADAPTIVE or experts != "whole"):
+        found = f'exchange="{ADAPTIVE}"' if exchange == ADAPTIVE else f'experts="{experts}"'
+        raise PlanError(
+            f'expected exchange="flat" or "two-level" and experts="whole" with replicas={replicas}, found {found}'
+        )
 
 
 def others_on(graph: Graph, rules: Sequence[Constraint], own: Collection[str]) -> list[Constraint]:

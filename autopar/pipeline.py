@@ -34,7 +34,7 @@ from autopar.padding import checked_filling
 from autopar.passes.balance import balance
 from autopar.passes.branch import branch
 from autopar.passes.contexts import contexts
-from autopar.passes.exchange import adapt, exchange, experts
+from autopar.passes.exchange import adapt, exchange, experts, replicate
 from autopar.passes.fit import fit
 from autopar.passes.keep import keep
 from autopar.passes.kinds import kinds
@@ -78,6 +78,7 @@ PASSES = (
     rewrite,  # the best plan → graphs equal to the model's, to be planned near it                       TASO, Unity
     rings,  # the best plan that splits sequences → keys gathered or passed around, whichever is faster
     exchange,  # the best plan → its tokens sent to experts in chunks, beside these, where it is faster       TUTEL
+    replicate,  # the best plan → the experts that most tokens choose on every rank, where some are busy  FasterMoE
     adapt,  # the best plan → its tokens sent as the load of the moment asks for, where loads differ         TUTEL
     branch,  # the best plan → operators side by side, where they are faster
     refine,  # the best plan → what MCMC finds around it                                                    FlexFlow
@@ -211,7 +212,7 @@ def planned_jointly(
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
     """The fastest plan that fits of a traced model as it is. Raises like `parallelize`."""
     budget = replace(request.budget, substitutions=False)
-    passes = [one for one in PASSES if one not in (contexts, exchange, adapt)]
+    passes = [one for one in PASSES if one not in (contexts, exchange, replicate, adapt)]
     context = Context(replace(request, budget=budget), progress, reporting_passes(progress))
     return search(passes, graph, context)[1]
 
@@ -228,7 +229,7 @@ def template_plan(
     model: nn.Module, mesh: Mesh, example_inputs: Any, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
     schedule: str = "1f1b", chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False,
     zero: int = 0, hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat",
-    exchange_chunks: int = 1, experts: str = "whole", recompute: str = "none", split: str = "equal",
+    exchange_chunks: int = 1, experts: str = "whole", replicas: int = 0, recompute: str = "none", split: str = "equal",
     loss_fn: Callable[..., Any] | None = None, mode: str = "train", optimizer: str | None = "adamw",
     precision: str | None = None, memory_limit: int | None = None, routing: Routing | None = None, check: bool = True,
     part: bool = False,
@@ -262,6 +263,9 @@ def template_plan(
     slice of its hidden values, to which all of these ranks send their rows; "data": the same slice, which is gathered
     for a rank's own rows (expert-tensor and expert-data parallelism); "adaptive": one of both, as a table says that is
     priced for the plan, by the rows of the busiest of these ranks. What is stored stays where it is.
+    replicas: of how many experts, in each layer those that most tokens choose at the moment, every rank of ep computes
+    its own tokens' choices: their parameters go to all of these ranks, and gradients home. It goes with experts="whole"
+    and a fixed exchange.
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
     modules around each block's attention operator alone; "selective" for operators that are cheap for the memory that
@@ -288,7 +292,7 @@ def template_plan(
         graph, mesh, dp=dp, tp=tp, pp=pp,
         microbatches=microbatches, schedule=schedule, chunks=chunks, layers=layers, sequence_parallel=sequence_parallel,
         zero=zero, hsdp=hsdp, cp=cp, context=context, ep=ep, exchange=exchange, exchange_chunks=exchange_chunks,
-        experts=experts, recompute=recompute, split=split, mode=mode, optimizer=optimizer,
+        experts=experts, replicas=replicas, recompute=recompute, split=split, mode=mode, optimizer=optimizer,
         precision=precision, memory_limit=memory_limit,
     )  # fmt: skip
     steps += (*causal, *plan.substitutions)

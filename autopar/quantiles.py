@@ -19,6 +19,7 @@ from autopar.ir.routing import BALANCED, P99, Routing
 from autopar.microbatch import divided_graph
 from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.loads import excess_of_sum
+from autopar.ops.replicas import replicas_of
 from autopar.profiler import profiles_of
 from autopar.simulate import simulate
 
@@ -39,7 +40,7 @@ def _excess(plan: Plan, graph: Graph) -> float:
     found = [own for own in (_routed_in(stage, graph) for stage in plan.stages) if own]
     return max(
         (
-            excess_of_sum(*_drawn_from(stage, graph, node, plan.microbatches), len(own), len(found))
+            excess_of_sum(*_drawn_from(stage, graph, node, plan.microbatches), len(own), len(found), replicas_of(node))
             for own in found
             for stage, node in own[:1]
         ),

@@ -140,6 +140,15 @@ def in_chunks(graph: Graph, chunks: int) -> tuple[Graph, tuple[Substitution, ...
     return exchanges.in_chunks(graph, names, chunks), (step,)
 
 
+def with_replicas(graph: Graph, replicas: int) -> tuple[Graph, tuple[Substitution, ...]]:
+    """The graph with replicas of so many experts, and the substitution that makes it. Raises PlanError."""
+    names = exchanges.routed(graph)
+    graph = exchanges.with_replicas(graph, names, replicas)
+    modules = tuple(graph.node_by_name[name].scope.module for name in names)
+    rule, statement, binding = exchanges.REPLICA_RULE, exchanges.REPLICA_STATEMENT, {"replicas": replicas}
+    return graph, (Substitution(rule, statement, "proved", "", modules, names, binding),) if replicas else ()
+
+
 def any_way(graph: Graph) -> Graph:
     """The graph whose tokens are exchanged flat, in memory that does for every way."""
     table = ExchangeTable((ExchangeWay(0, FLAT, 1), ExchangeWay(EVERY_WAY, FLAT, MOST_CHUNKS)))
@@ -203,7 +212,7 @@ def _replayed(graph: Graph, steps: tuple[Substitution, ...]) -> Graph:
         RULE: without_masks, rows.RULE: rows.with_rows, sequences.RULE: sequences.with_sequences,
         sequences.RING_RULE: sequences.with_rings, sequences.GATHER_RULE: sequences.with_gathers,
         exchanges.RULE: exchanges.in_chunks, exchanges.LOAD_RULE: exchanges.by_load,
-        exchanges.SLICE_RULE: exchanges.by_slices,
+        exchanges.SLICE_RULE: exchanges.by_slices, exchanges.REPLICA_RULE: exchanges.with_replicas,
     }  # fmt: skip
     for step in steps:
         if step.rule in told:

@@ -65,6 +65,10 @@ make the bubble smaller, and messages and what is simulated more."""
 EXCHANGE_GAIN = 0.01
 """Of what a layer of experts takes, by which another way to exchange its tokens must be cheaper to be a row of its
 table. Doubled, tables have fewer rows; at 0, they change between ways that a profile cannot tell apart."""
+REPLICA_GAIN = 0.1
+"""Of the rows of the busiest rank, how many one more replica of an expert must take away to be looked at in templates.
+Halved, more experts are replicated where they are split as a node's ranks share them; the number is priced again later.
+"""
 LAYER_STEPS = 20
 """Of the mean of layers, by which they are told apart where they are shared out to chunks. More finds borders for ways
 that differ by less; half as many may share out a layer more to the stage that is the busiest."""

@@ -12,6 +12,7 @@ from docs.cost_model import cost_model
 from docs.house import house
 from docs.plan_format import plan_format
 from docs.rules import rules
+from docs.trainer import trainer
 
 FOLDER = Path(__file__).parent
 PAGES: Mapping[str, Callable[[], str]] = {
@@ -19,6 +20,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "cost_model.md": cost_model,
     "rules.md": rules,
     "house.md": house,
+    "trainer.md": trainer,
 }
 
 

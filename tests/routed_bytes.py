@@ -12,14 +12,15 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 from unittest import mock
 
-from torch import Tensor, nn
+from torch import Tensor, isin, nn, tensor
 
 from autopar.ir.exchange_table import FLAT, ExchangeTable
 from autopar.ir.graph import SLICES, Graph, Node
-from autopar.ir.placement import Axis, Placement, S, local_shape
+from autopar.ir.placement import Axis, Placement, S, Type, local_shape
 from autopar.ir.plan import Plan
 from autopar.ir.slice_table import TENSOR, SliceTable
 from autopar.ops.experts import ROUTED_EXPERTS, table_of
+from autopar.ops.replicas import replicas_of
 from autopar.ops.sliced import slice_table_of, sliced_over
 from autopar.simulate import traffic
 from tests.ops.shards import deal
@@ -39,23 +40,35 @@ class Bytes(NamedTuple):
 def exchanged_bytes(
     ids: dict[Coordinate, Tensor], num_experts: int, axes: Sequence[Axis], x: Placement, up: Placement,
     row_bytes: tuple[int, int], table: ExchangeTable | None = None, slices: SliceTable | None = None,
+    replicas: int = 0,
 ) -> Bytes:  # fmt: skip
     """Of the first rank. ids: of each rank's tokens; row_bytes: of a token, and of what comes back of it; table: how
-    they are exchanged by load; slices: what travels where experts are sliced."""
+    they are exchanged by load; slices: what travels where experts are sliced; replicas: of how many experts, none of
+    whose rows travel."""
     over = [a for a in reversed(range(len(axes))) if x[a] == S(0) == up[a] and axes[a].size > 1]
     first = (0,) * len(axes)
+    ids = _without_hottest(ids, over, replicas) if over and replicas else ids
     *held, arrived = [
         {rank: len(own) for rank, own in lying.items()} for lying in _journey(ids, num_experts, axes, up, over)
     ]
     counts = [own[first] for own in (*held, arrived)]
     if table is not None:
-        most = max(count for rank, count in arrived.items() if not any(i for a, i in enumerate(rank) if a not in over))
+        agree = {*over, *(a for a, axis in enumerate(axes) if _is_sliced(x[a], up[a]) and axis.size > 1)}
+        most = max(count for rank, count in arrived.items() if not any(i for a, i in enumerate(rank) if a not in agree))
         counts = [counts[0], counts[-1]] if table.at(most).how == FLAT else counts
     there, back = sum(counts[:-1]), sum(counts[1:])
     for group in sliced_groups(arrived, axes, x, up):
         if (slices or SliceTable()).at(max(group)) == TENSOR:
             there, back = there + len(group) * group[0], back + sum(group)
     return Bytes(there * row_bytes[0] + back * row_bytes[1], there * row_bytes[1] + back * row_bytes[0])
+
+
+def _without_hottest(ids: dict[Coordinate, Tensor], over: Sequence[int], count: int) -> dict[Coordinate, Tensor]:
+    """Of the ranks that exchange with the first, without choices of the experts that most of theirs are of."""
+    group = {rank for rank in ids if not any(i for a, i in enumerate(rank) if a not in over)}
+    counts = Counter(e for rank in group for e in ids[rank].flatten().tolist())
+    hottest = sorted(counts, key=lambda e: (-counts[e], e))[:count]
+    return {rank: own[~isin(own, tensor(hottest))] if rank in group else own for rank, own in ids.items()}
 
 
 def _journey(
@@ -80,8 +93,13 @@ def sliced_groups(
 ) -> list[list[int]]:
     """The rows of the ranks that share slices of experts with the first, one list an axis."""
     first = (0,) * len(axes)
-    over = [a for a, axis in enumerate(axes) if x[a] == S(0) != up[a] and up[a].kind == "S" and axis.size > 1]
+    over = [a for a, axis in enumerate(axes) if _is_sliced(x[a], up[a]) and axis.size > 1]
     return [[arrived[*first[:a], i, *first[a + 1 :]] for i in range(axes[a].size)] for a in over]
+
+
+def _is_sliced(x: Type, up: Type) -> bool:
+    """Whether ranks of an axis that places tokens and experts so have their own tokens, and slices of the experts."""
+    return x == S(0) != up and up.kind == "S"
 
 
 def slices_taken(
@@ -188,6 +206,7 @@ def _of_node(part: Graph, node: Node, stage: Any, ids: Tensor) -> tuple[Fraction
             (row_bytes[0], row_bytes[1]),
             table_of(node),
             slice_table_of(node),
+            replicas_of(node),
         )
         for own in _microbatches(part, node, stage, ids)
     ]

@@ -17,7 +17,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.pipeline import parallelize, template_plan
 from autopar.program import load_source, model_state
-from autopar.runtime import Rank, build
+from autopar.runtime import ProgramError, Rank, build
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,24 @@ def on_first(make: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
         raise PlanError(f"the first process could not plan: {told[1]}")
     found: tuple[str, ...] = told[0]
     return found
+
+
+def on_all(make: Callable[[], None]) -> None:
+    """Runs it on each process. Where it fails on any, all raise: none waits for that one."""
+    failure: Exception | None = None
+    try:
+        make()
+    except Exception as error:
+        failure = error
+    told: list[str | None] = [None if failure is None else f"{type(failure).__name__}: {failure}"]
+    if world_size() > 1:
+        told = [None] * world_size()
+        dist.all_gather_object(told, None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    for number, text in enumerate(told):
+        if text is not None:
+            raise ProgramError(f"process {number} failed: {text}")
 
 
 def built(source: str, model: nn.Module) -> Rank:

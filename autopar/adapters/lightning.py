@@ -10,29 +10,38 @@ schedules see those; its steps are planned as they are written (`steps`), and wh
 from __future__ import annotations
 
 import os
+import random
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from autopar import runtime as rt
-from autopar.adapters.building import WantedPlan, built, on_first
+from autopar.adapters.building import WantedPlan, built, on_all, on_first
+from autopar.adapters.evaluations import Evaluations, size_of, with_rows
+from autopar.adapters.handing_over import HandedOver
 from autopar.adapters.loss import loss_with_backward
-from autopar.adapters.planned import Unchanged
 from autopar.adapters.samples import as_before, first_batch, row_counts
-from autopar.adapters.steps import EvaluationStep, Logged, TrainingStep, log_again, tried
+from autopar.adapters.steps import Logged, TrainingStep, log_again, tried
+from autopar.adapters.unchanged import Unchanged, as_reads, as_text, recorded_reads
 from autopar.ir.plan import Plan
+from autopar.program import model_state
 from autopar.runtime import ProgramError, Rank
 
-_ORDER = ("microbatches", "schedule", "chunks", "recompute")  # of a step's passes: evaluation has one
+_STEPS = {"fit": "validation_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 class _PlannedPrecision(Precision):
@@ -43,12 +52,24 @@ class _PlannedPrecision(Precision):
         self._strategy = strategy
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """See `Rank.clip_grad_norm_`."""
+        """See `Rank.clip_grad_norm_`. Raises ProgramError where the optimizer leaves out parameters that are trained,
+        whose gradients are no part of one process's norm."""
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        left = [
+            name for name, parameter in self._strategy.rank.named_parameters()
+            if parameter.requires_grad and id(parameter) not in own
+        ]  # fmt: skip
+        if left:
+            raise ProgramError(
+                f"expected an optimizer of all parameters that are trained, to clip by their norm, found none of "
+                f"{', '.join(left)}; freeze these, or give them a group with lr=0"
+            )
         self._strategy.rank.clip_grad_norm_(clip_val)
 
 
 class PlannedStrategy(SingleDeviceStrategy):
-    """Trains by a plan. plan, mesh, options: as for `autopar.adapters.transformers.Trainer`.
+    """Trains, validates, tests and predicts by a plan. plan, mesh, options: as for
+    `autopar.adapters.transformers.Trainer`.
 
     example_batch: a batch to plan for, where the loader's data is a stream. `strategy.plan` is the plan; checkpoints
     (`.ckpt`) have whole weights, which the module loads in one process, and beside them the optimizer's state for any
@@ -63,21 +84,30 @@ class PlannedStrategy(SingleDeviceStrategy):
         super().__init__(_device())
         self._wanted, self._example_batch = WantedPlan(plan, mesh, options), example_batch
         self.global_rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-        self._evaluation: Rank | None = None
-        self._logged_in_evaluation: list[Logged] = []
+        self._planned: HandedOver | None = None  # once it trains
+        self._evaluations: Evaluations | None = None
         self._loaded: Path | None = None
 
     plan: Plan
-    rank: Rank
     _logged: list[Logged]
     _unchanged: Unchanged
+
+    @property
+    def rank(self) -> Rank:
+        """This process's, where there is a plan for training."""
+        assert self._planned is not None, "asked for in training"
+        return self._planned.rank
 
     # How processes are together ----------------------------------------
 
     def setup_environment(self) -> None:
-        """Joins the processes that torchrun has started."""
+        """Joins the processes that torchrun has started. Their random numbers are the first one's from now on."""
         if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
             dist.init_process_group("nccl" if self.root_device.type == "cuda" else "gloo")
+        state = self.broadcast((random.getstate(), numpy.random.get_state(), torch.get_rng_state()))
+        random.setstate(state[0])
+        numpy.random.set_state(state[1])
+        torch.set_rng_state(state[2])
         super().setup_environment()
 
     @property
@@ -97,71 +127,112 @@ class PlannedStrategy(SingleDeviceStrategy):
             dist.broadcast_object_list(held, src=src)
         return held[0]
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """The first process's: to stop, say."""
+        return bool(self.broadcast(decision))
+
     def model_to_device(self) -> None:
         """The rank's parameters are there."""
 
     # The plan ----------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        """Plans the steps that will run, and gives the module the rank's parameters."""
-        self._check(trainer)
+        """Plans the steps that will run, and gives the module the rank's parameters where it trains."""
         module: Any = self.lightning_module
+        self._check(module, trainer)
+        if self._planned is not None and self._planned.module is not module:
+            self._planned, self._evaluations = None, None
         with as_before():
-            batch, rows = self._example(trainer)
-            if batch is None:
-                raise ProgramError("expected example_batch=, a batch to plan for, beside data without a length")
-            self._make(module, batch, rows)
-        _hand_over(module, self.rank)
-        self._unchanged = Unchanged(module, frozen=False)
+            if trainer.state.fn == "fit" and self._planned is None:
+                self._train_by_plan(module, *self._example(trainer))
+            self._plan_evaluation(trainer)
         self._precision_plugin = _PlannedPrecision(self)
-        super().setup(trainer)
+        on_all(lambda: super(PlannedStrategy, self).setup(trainer))
         if len(self.optimizers) > 1:
             raise ProgramError(f"expected one optimizer, found {len(self.optimizers)}; use groups of parameters")
 
-    def _check(self, trainer: Any) -> None:
-        module: Any = self.lightning_module
+    def _check(self, module: Any, trainer: Any) -> None:
         if not module.automatic_optimization:
-            raise ProgramError("expected automatic optimization, found automatic_optimization=False")
-        if type(self.precision_plugin) is not Precision:
+            raise ProgramError(
+                "expected automatic optimization, found automatic_optimization=False: a step is planned as a "
+                "loss. Train by rank.train_step in a loop of your own"
+            )
+        if type(self.precision_plugin) not in (Precision, _PlannedPrecision):
             raise ProgramError(
                 f'expected precision="32-true", found {self.precision_plugin.precision}; the plan says in which '
                 'precision is computed: options={"precision": "bf16"} of the strategy'
             )
-        if trainer.state.fn != "fit":
-            raise ProgramError(f"expected trainer.fit, found {trainer.state.fn}; load the checkpoint in one process")
+        if self._planned is None and any(isinstance(x, DTensor) for x in module.parameters()):
+            raise ProgramError(
+                "expected a module with whole parameters, found one that another strategy has trained; load its "
+                "checkpoint into a new one (load_from_checkpoint)"
+            )
 
-    def _make(self, module: Any, batch: Any, rows: list[int]) -> None:
-        module.train()
+    def _train_by_plan(self, module: Any, batch: Any, rows: list[int]) -> None:
         step = TrainingStep(module)
         self._logged = tried(step, batch)
-        source, text = on_first(lambda: self._wanted.planned(step, {"batch": batch}, _shapes(batch, rows)))
-        self.plan = Plan.from_json(text)
-        if type(module).validation_step is not LightningModule.validation_step:
-            evaluation = EvaluationStep(module.eval(), "validation_step")
-            self._evaluation, self._logged_in_evaluation = self._evaluating(evaluation, batch, rows)
-        module.train()
-        self.rank = built(source, step)
 
-    def _evaluating(self, step: EvaluationStep, batch: Any, rows: list[int]) -> tuple[Rank, list[Logged]]:
-        logged = tried(step, batch)
-        plan = self._wanted.plan
-        own = {k: v for k, v in plan.items() if k not in _ORDER} if isinstance(plan, Mapping) else None
-        options = {**(self._wanted.options or {}), "mode": "inference"}
-        wanted = WantedPlan(own, self._wanted.mesh or self.plan.mesh, options)
-        source, _ = on_first(lambda: wanted.planned(step, {"batch": batch}, _shapes(batch, rows)))
-        return built(source, step), logged
+        def plan() -> tuple[str, ...]:
+            found = set[tuple[str, str]]()
+            with recorded_reads(found):
+                shapes = [with_rows(batch, count) for count in rows]
+                return *self._wanted.planned(step, {"batch": batch}, shapes), as_text(found)
+
+        source, text, reads = on_first(plan)
+        self.plan = Plan.from_json(text)
+        self._evaluations = None  # of weights before
+        self._planned = HandedOver(module, built(source, step))
+        self._unchanged = Unchanged(module, frozen=False, reads=as_reads(reads), modes=True)
 
     def _example(self, trainer: Any) -> tuple[Any, list[int]]:
-        """A batch of the training loader's, and how many rows others have, of that and of validation."""
-        loaders = [trainer.fit_loop._data_source.dataloader()]
-        if trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined():
-            found = trainer.fit_loop.epoch_loop.val_loop._data_source.dataloader()
-            loaders += found if isinstance(found, (list, tuple)) else [found]
+        """A batch of the training loader's, and how many rows others have."""
+        loader = trainer.fit_loop._data_source.dataloader()
         batch = self._example_batch
         if batch is None:
-            batch = first_batch(loaders[0], loaders[0].batch_size)
-        rows = [n for loader in loaders for n in row_counts(loader, loader.batch_size, loader.drop_last)]
-        return batch, [count for count in dict.fromkeys(rows) if count != loaders[0].batch_size]
+            batch = _first(loader)
+        if batch is None:
+            raise ProgramError("expected example_batch=, a batch to plan for, beside data without a length")
+        return self._transferred(trainer, batch, 0), _rows(loader, size_of(batch))
+
+    def _transferred(self, trainer: Any, batch: Any, index: int) -> Any:
+        """The batch as a step is given it."""
+        module: Any = self.lightning_module
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=index)
+        return self.batch_to_device(batch, dataloader_idx=index)
+
+    def _plan_evaluation(self, trainer: Any) -> None:
+        """Programs for the batches of the loaders that are known; for others they are made when these come."""
+        module: Any = self.lightning_module
+        name, source = _evaluation(trainer)
+        if self._evaluations is None:
+            mesh = self._wanted.mesh or (self.plan.mesh if self._planned is not None else None)
+            wanted = WantedPlan(self._wanted.plan, mesh, self._wanted.options)
+            given = self._planned.as_given if self._planned is not None else nullcontext
+            self._evaluations = Evaluations(module, wanted, given, self._fill)
+        self._evaluations.forget_weights()
+        if not source.is_defined() or (name != "predict_step" and not is_overridden(name, module, LightningModule)):
+            return
+        found = source.dataloader()
+        loaders = list(found) if isinstance(found, (list, tuple)) else [found]
+        for index, loader in enumerate(loaders):
+            batch = _first(loader)
+            if batch is not None:
+                more = (index,) if len(loaders) > 1 else ()
+                batch = self._transferred(trainer, batch, index)
+                self._evaluations.prepare(name, batch, more, _rows(loader, size_of(batch)))
+        if self._planned is not None:
+            self._unchanged.accept()
+
+    def _fill(self, rank: Rank) -> None:
+        if self._planned is not None:
+            own = {**self._planned.given_buffers(), **self.rank.full_state_dict()}
+            rank.init_from(own, broadcast=False)
+            return
+        module = self.lightning_module
+        assert module is not None, "it is connected at setup"
+        state = model_state(module)
+        assert state is not None, "it has weights"
+        rank.init_from(state, broadcast=dist.is_initialized())
 
     # Steps ----------------------------------------
 
@@ -170,20 +241,41 @@ class PlannedStrategy(SingleDeviceStrategy):
         self._unchanged.check()
         loss = loss_with_backward(self.rank, {"batch": batch})
         module: Any = self.lightning_module
-        log_again(module.log, self._logged, iter([loss.detach()] * len(self._logged)))
+        log_again(module.log, self._logged, [loss.detach()])
         return loss
 
-    def on_validation_start(self) -> None:
-        """The evaluation program gets the weights of now."""
-        if self._evaluation is not None:
-            self._evaluation.load_full_state_dict(self.rank.full_state_dict())
+    def _evaluate(self, name: str, batch: Any, args: Sequence[Any]) -> Any:
+        assert self._evaluations is not None, "it is made at setup"
+        takes_number = is_param_in_hook_signature(getattr(self.lightning_module, name), "batch_idx", min_args=2)
+        return self._evaluations(name, batch, args[1:] if takes_number else args)
 
-    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> None:
-        """Logs what the module's step logs."""
-        assert self._evaluation is not None, "the module has a validation_step"
-        outputs = self._evaluation(batch=batch)
-        module: Any = self.lightning_module
-        log_again(module.log, self._logged_in_evaluation, iter([outputs] if isinstance(outputs, Tensor) else outputs))
+    def _forget(self) -> None:
+        if self._evaluations is not None:
+            self._evaluations.forget_weights()
+
+    def on_validation_start(self) -> None:
+        """The evaluation programs get the weights of now."""
+        self._forget()
+
+    def on_test_start(self) -> None:
+        """As for validation."""
+        self._forget()
+
+    def on_predict_start(self) -> None:
+        """As for validation."""
+        self._forget()
+
+    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Logs and returns what the module's step does."""
+        return self._evaluate("validation_step", batch, args)
+
+    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """As for validation."""
+        return self._evaluate("test_step", batch, args)
+
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the module's step does."""
+        return self._evaluate("predict_step", batch, args)
 
     # Checkpoints ----------------------------------------
 
@@ -194,10 +286,16 @@ class PlannedStrategy(SingleDeviceStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole weights under the module's names."""
+        if self._planned is None:
+            return super().lightning_module_state_dict()
         return self.rank.full_state_dict(cpu_offload=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Of whole weights, this rank's parts."""
+        self._forget()
+        if self._planned is None:
+            super().load_model_state_dict(checkpoint, strict)
+            return
         self.rank.load_full_state_dict(checkpoint["state_dict"])
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -256,32 +354,24 @@ def _beside(filepath: Any) -> Path:
     return Path(f"{filepath}.optimizer")
 
 
-def _shapes(batch: Any, rows: Sequence[int]) -> list[dict[str, Any]]:
-    """The lengths of all tensors of a batch, with other numbers of rows."""
-    return [{"batch": tree_map(lambda x, n=n: (n, *x.shape[1:]) if isinstance(x, Tensor) else x, batch)} for n in rows]
+def _evaluation(trainer: Any) -> tuple[str, Any]:
+    """The step that a trainer's function evaluates by, and where its loaders come from."""
+    loop = {
+        "fit": lambda: trainer.fit_loop.epoch_loop.val_loop, "validate": lambda: trainer.validate_loop,
+        "test": lambda: trainer.test_loop, "predict": lambda: trainer.predict_loop,
+    }[trainer.state.fn]()  # fmt: skip
+    return _STEPS[trainer.state.fn], loop._data_source
 
 
-def _hand_over(module: nn.Module, rank: Rank) -> None:
-    """The module's parameters are the rank's from now on; those that other stages have are None."""
-    own = dict(rank.named_parameters(remove_duplicate=False))
-    places: dict[int, list[tuple[nn.Module, str, str]]] = {}
-    for path, inner in module.named_modules(remove_duplicate=False):
-        for name, parameter in inner._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((inner, name, f"{path}.{name}".lstrip(".")))
-    packed = set(own) - {full for found in places.values() for _, _, full in found}
-    if packed:
-        raise ProgramError(
-            f"expected the module's parameters, found {', '.join(sorted(packed))} stored together; plan with "
-            "options={'search': autopar.SearchBudget(substitutions=False)}"
-        )
-    for found in places.values():
-        _put([(inner, name) for inner, name, _ in found], [own[full] for _, _, full in found if full in own])
-    for full, buffer in rank.named_buffers():
-        owner, _, name = full.rpartition(".")
-        module.get_submodule(owner)._buffers[name] = buffer
+def _first(loader: Any) -> Any:
+    """Its first batch, where it can be had without taking it away."""
+    if not isinstance(loader, DataLoader) or loader.batch_size is None:
+        return None
+    return first_batch(loader, loader.batch_size)
 
 
-def _put(places: Iterable[tuple[nn.Module, str]], found: list[nn.Parameter]) -> None:
-    for inner, name in places:
-        inner._parameters[name] = found[0] if found else None
+def _rows(loader: Any, size: int) -> list[int]:
+    """How many rows its batches have, other than `size`."""
+    if not isinstance(loader, DataLoader) or loader.batch_size is None:
+        return []
+    return [count for count in row_counts(loader, loader.batch_size, loader.drop_last) if count != size]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from autopar.adapters.loss import loss_with_backward
+from autopar.adapters.unchanged import Unchanged
 from autopar.runtime import ProgramError, Rank
 
 
@@ -19,25 +20,29 @@ class PlannedModel(nn.Module):
     evaluation mode it runs the forward pass of the evaluation program.
     """
 
-    def __init__(self, rank: Rank, evaluation: Rank | None, given: nn.Module, why_not: str = "") -> None:
+    def __init__(
+        self, rank: Rank, evaluation: Rank | None, given: nn.Module, why_not: str = "",
+        reads: Iterable[tuple[str, str]] = (),
+    ) -> None:  # fmt: skip
         """evaluation: a rank of the model in evaluation mode; the same where the model does not follow the mode, None
-        where there is none, and why_not says why. given: the model that was planned."""
+        where there is none, and why_not says why. given: the model that was planned; reads: attributes of it that were
+        read then."""
         super().__init__()
         self.__dict__.update(  # no submodules: their mode is fixed
-            rank=rank, _evaluation=evaluation, _why_not=why_not, _unchanged=Unchanged(given), predictor=None,
-            config=getattr(given, "config", None),
+            rank=rank, _evaluation=evaluation, _why_not=why_not, predictor=None, config=getattr(given, "config", None),
+            unchanged=Unchanged(given, reads=reads),
         )  # fmt: skip
 
     rank: Rank
     predictor: Callable[[dict[str, Any]], Any] | None  # where all outputs are asked for, what makes them
     _evaluation: Rank | None
     _why_not: str
-    _unchanged: Unchanged
+    unchanged: Unchanged
 
     def forward(self, **inputs: Any) -> Any:
         """The loss of the whole batch, equal on all ranks, as the only entry of a dict; or all outputs, from the
         predictor."""
-        self._unchanged.check()
+        self.unchanged.check()
         if self.predictor is not None:
             return self.predictor(tensors_of(inputs))
         if self.training and torch.is_grad_enabled():
@@ -65,6 +70,10 @@ class PlannedModel(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The rank's."""
         return self.rank.parameters(recurse)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The rank's."""
+        return self.rank.named_buffers(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See `torch.nn.Module.zero_grad`."""
@@ -96,35 +105,6 @@ class LossAlone(dict[str, Tensor]):
         if name.startswith("__"):
             raise AttributeError(name)
         return self[name]
-
-
-class Unchanged:
-    """What of a model is changed by hand in a run, and would be of no effect: what is frozen, and hooks."""
-
-    def __init__(self, model: nn.Module, frozen: bool = True) -> None:
-        """frozen: whether its parameters are not the rank's own, which may be frozen."""
-        self._model, self._frozen = model, frozen
-        self._before = _of(model, frozen)
-
-    def check(self) -> None:
-        """Raises ProgramError where any is not as it was."""
-        changed = [name for name, value in _of(self._model, self._frozen).items() if self._before.get(name) != value]
-        if changed:
-            raise ProgramError(
-                f"expected the model to stay as it was planned, found changes of {', '.join(changed)}, of which the "
-                "program knows nothing. Callbacks are given the planned model, whose parameters may be frozen; hooks "
-                "belong onto the model before it is planned"
-            )
-
-
-def _of(model: nn.Module, frozen: bool) -> dict[str, Any]:
-    hooks = {
-        f"hooks of {path or 'the model'}": (len(inner._forward_hooks), len(inner._forward_pre_hooks),
-                                            len(inner._backward_hooks), len(inner._backward_pre_hooks))
-        for path, inner in model.named_modules()
-    }  # fmt: skip
-    flags = {f"requires_grad of {name}": p.requires_grad for name, p in model.named_parameters()} if frozen else {}
-    return {**hooks, **flags}
 
 
 def on_meta(model: nn.Module) -> None:

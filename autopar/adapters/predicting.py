@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from autopar.adapters.building import WantedPlan, on_first
 from autopar.adapters.samples import num_rows, with_rows
+from autopar.adapters.unchanged import Unchanged, as_reads, as_text, recorded_reads
 from autopar.errors import PlacementError, PlanError
 from autopar.ir.mesh import Mesh
 from autopar.program import load_source
@@ -82,13 +83,15 @@ class Predictor:
 
     asked: for training; a template's axes are taken over, of other plans a plan is searched for. given: the model,
     whose parameters may be on meta; trained: where the weights are. rows: numbers that batches have. A number that the
-    plan of the others does not hold for, such as three rows on two ranks, has a plan of its own.
+    plan of the others does not hold for, such as three rows on two ranks, has a plan of its own. unchanged: told of
+    what was read of the model then.
     """
 
     asked: WantedPlan
     mesh: Mesh
     given: nn.Module
     trained: Rank
+    unchanged: Unchanged
     ignored: Sequence[str] = ("past_key_values",)
     rows: Sequence[int] = ()
     _kind: Any = None
@@ -122,15 +125,22 @@ class Predictor:
         was_training = self.given.training
         self.given.eval()
         try:
-            source, form, rows = on_first(lambda: self._written(inputs))
+            source, form, rows, reads = on_first(lambda: self._written(inputs))
         finally:
             self.given.train(was_training)
+        self.unchanged.add(as_reads(reads))
         self._form = json.loads(form)
         rank = build(load_source(source).Program)
         self._ranks |= dict.fromkeys(json.loads(rows), rank)
 
-    def _written(self, inputs: dict[str, Any]) -> tuple[str, str, str]:
-        """The source, the outputs' form, and for which numbers of rows."""
+    def _written(self, inputs: dict[str, Any]) -> tuple[str, ...]:
+        """The source, the outputs' form, for which numbers of rows, and what was read of the model."""
+        found = set[tuple[str, str]]()
+        with recorded_reads(found):
+            written = self._program(inputs)
+        return *written, as_text(found)
+
+    def _program(self, inputs: dict[str, Any]) -> tuple[str, str, str]:
         step, size = _AllOutputs(self.given, self.ignored), num_rows(inputs)
         form = step.form(inputs)
         others = [count for count in self.rows if count != size and count not in self._ranks]

@@ -35,6 +35,8 @@ from autopar.adapters.planned import PlannedModel, on_meta, tensors_of
 from autopar.adapters.predicting import Predictor
 from autopar.adapters.rows import in_rows
 from autopar.adapters.samples import as_before, first_batch, num_rows, row_counts
+from autopar.adapters.smoothing import SmoothedLoss
+from autopar.adapters.unchanged import as_reads, as_text, recorded_reads
 from autopar.ir.plan import Plan
 from autopar.runtime import ProgramError
 from autopar.runtime.packed import parts_of
@@ -90,20 +92,35 @@ class Trainer(transformers.Trainer):
     def _make(self) -> PlannedModel:
         with as_before():
             inputs, rows = self._example()
-            source, text, evaluation, why_not = on_first(lambda: self._written(inputs, rows))
+            source, text, evaluation, why_not, reads = on_first(lambda: self._written(inputs, rows))
         self.plan = Plan.from_json(text)
-        rank = built(source, self._given)
-        other = rank if evaluation == source else built(evaluation, self._given) if evaluation else None
+        step = self._step()
+        rank = built(source, step)
+        other = rank if evaluation == source else built(evaluation, step) if evaluation else None
         on_meta(self._given)
         rt.seed_dropout(self.args.seed)
-        return PlannedModel(rank, other, self._given, why_not)
+        return PlannedModel(rank, other, self._given, why_not, as_reads(reads))
 
     def _written(self, inputs: dict[str, Any], rows: list[int]) -> tuple[str, ...]:
-        self._given.train()
-        source, text = in_rows(self._asked, self._given, inputs, rows, self._shapes)
+        """Source and plan, the source for evaluation or why there is none, and what was read of the model."""
+        found = set[tuple[str, str]]()
+        with recorded_reads(found):
+            written = self._programs(inputs, rows)
+        return *written, as_text(found)
+
+    def _programs(self, inputs: dict[str, Any], rows: list[int]) -> tuple[str, ...]:
+        step = self._step()
+        step.train()
+        source, text = in_rows(self._asked, step, inputs, rows, self._shapes)
         if self.eval_dataset is None:
             return source, text, "", "expected eval_dataset= when the trainer is made, found none to plan for"
-        return source, text, *evaluation_source(self._asked, self._given, inputs, rows, self._shapes, (source, text))
+        return source, text, *evaluation_source(self._asked, step, inputs, rows, self._shapes, (source, text))
+
+    def _step(self) -> nn.Module:
+        """What is planned: the model, or that with the loss that Trainer makes of its outputs."""
+        if self.label_smoother is None:
+            return self._given
+        return SmoothedLoss(self._given, self.label_smoother, self.model_accepts_loss_kwargs)
 
     def _example(self) -> tuple[dict[str, Any], list[int]]:
         """A batch of full size, as the model is called with it, and how many rows others have."""
@@ -168,6 +185,14 @@ class Trainer(transformers.Trainer):
         """Samples of an optimizer step: each process has them all."""
         return int(self._train_batch_size * args.gradient_accumulation_steps)
 
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Trainer; a smoothed loss is the program's."""
+        smoother, self.label_smoother = self.label_smoother, None
+        try:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            self.label_smoother = smoother
+
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """As in Trainer, with the weights of now."""
         predictor = self._predictor
@@ -179,7 +204,7 @@ class Trainer(transformers.Trainer):
     def _predictor(self) -> Predictor:
         ignored = getattr(getattr(self._given, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
         planned = self.planned
-        return Predictor(self._asked, self.plan.mesh, self._given, planned.rank, tuple(ignored))
+        return Predictor(self._asked, self.plan.mesh, self._step(), planned.rank, planned.unchanged, tuple(ignored))
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """The loss of a batch, and all outputs where they are asked for."""

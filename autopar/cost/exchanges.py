@@ -18,18 +18,21 @@ from autopar.cost.compute import node_time_ns
 from autopar.cost.inside import inner_time_ns
 from autopar.cost.profile import Profile
 from autopar.ir.exchange_table import FLAT, TWO_LEVEL, ExchangeTable, ExchangeWay
-from autopar.ir.graph import BY_LOAD, EXPECTED, Graph, Node
+from autopar.ir.graph import BY_LOAD, EXPECTED, REPLICAS, Graph, Node
 from autopar.ir.mesh import LogicalMesh, Mesh
 from autopar.ir.placement import Placement, local_shape
 from autopar.ir.plan import Plan
-from autopar.ir.routing import Routing
+from autopar.ir.routing import BALANCED, P99, Routing
 from autopar.ops.communication import inner_communication, worked_shapes
 from autopar.ops.experts import ROUTED_EXPERTS, are_neighbours, exchanged_over
 from autopar.ops.loads import quantiles
 from autopar.ops.lookup import call_key
+from autopar.ops.replicas import replicas_of
 from autopar.tunables import EXCHANGE_GAIN
 
 CHUNKS = (1, 2, 4, 8)
+REPLICATED = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Numbers of experts that have replicas: more of them come close to gathering all."""
 LOADS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 128.0, 256.0, 512.0)
 """Times the rows that each rank would have, were all as busy: where ways are compared. Between two of them, a change is
 found by halving; two changes between the same two are seen as one."""
@@ -76,6 +79,13 @@ class PlacedExperts:
         told = {**dict(self.node.kwargs), BY_LOAD: table.text, EXPECTED: routing.text}
         return self._time_ns(replace(self.node, kwargs=tuple(told.items())))
 
+    def replicated_ns(self, replicas: int) -> int:
+        """What the operator takes, both passes, with replicas of so many experts, at the 99th percentile of routings;
+        exchanged as it is."""
+        given = dict(self.node.kwargs)
+        told = {**given, REPLICAS: replicas, EXPECTED: given.get(EXPECTED, BALANCED).removesuffix(P99) + P99}
+        return self._time_ns(replace(self.node, kwargs=tuple(told.items())))
+
     def _time_ns(self, node: Node) -> int:
         shapes, results = (
             tuple(
@@ -99,7 +109,7 @@ class PlacedExperts:
         ids, ranks = self.graph.tensors[self.node.operands[1]], math.prod(self.axes[axis].size for axis in self.over)
         tokens = self.even_rows // max(1, ids.shape[1]) * ranks
         routing = Routing.parse(dict(self.node.kwargs).get(EXPECTED, ""))
-        return quantiles(routing, tokens, ids.shape[1], int(self.node.args[7]), ranks)
+        return quantiles(routing, tokens, ids.shape[1], int(self.node.args[7]), ranks, replicas_of(self.node))
 
     @cached_property
     def table(self) -> ExchangeTable:
@@ -174,6 +184,18 @@ def prices_in_chunks(placed: Collection[PlacedExperts]) -> dict[int, int]:
         chunks: sum(count[key] * one.price_ns(rows[key], one.along_axes, chunks) for key, one in alike.items())
         for chunks in CHUNKS
     }  # fmt: skip
+
+
+def cheapest_replicas(placed: Collection[PlacedExperts]) -> int:
+    """Of how many experts replicas make some operators together take least at the 99th percentile of routings."""
+    count = Counter(map(_likeness, placed))
+    alike = {_likeness(one): one for one in placed}
+    fewest = min((int(one.node.args[7]) for one in placed), default=1)
+
+    def price_ns(replicas: int) -> int:
+        return sum(count[key] * one.replicated_ns(replicas) for key, one in alike.items())
+
+    return min((0, *(number for number in REPLICATED if number < fewest)), key=price_ns)
 
 
 def _likeness(one: PlacedExperts) -> Hashable:

@@ -38,6 +38,7 @@ from autopar.ops.work import (
     Product,
     WorkKey,
     attended,
+    computed_experts,
     routed_chunks,
     routed_rows,
 )
@@ -162,8 +163,9 @@ def _experts(call: WorkKey) -> list[tuple[int, float, int, int]]:
     kind, shapes = operator(call.op).work, call.operand_shapes
     if kind is EXPERTS:
         chunks = routed_chunks(call)
-        rows = routed_rows(call) / max(1, shapes[3][0]) / chunks
-        return [(shape[0] * chunks, rows, math.prod(shape[2:]), shape[1]) for shape in shapes[3:5]]
+        groups = shapes[3][0] * chunks + computed_experts(call) - shapes[3][0]
+        rows = routed_rows(call) / max(1, groups)
+        return [(groups, rows, math.prod(shape[2:]), shape[1]) for shape in shapes[3:5]]
     if kind is GROUPED and len(shapes[0]) == 2 and len(shapes[1]) == 3:
         count, width, features = shapes[1]
         return [(count, shapes[0][0] / count, features, width)]

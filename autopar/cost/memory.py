@@ -13,7 +13,8 @@ from typing import NamedTuple
 from autopar.errors import PlanError
 from autopar.ir.graph import DTYPE_BYTES, Graph, Node
 from autopar.ir.placement import Placement, Shape
-from autopar.ops.layout import copied
+from autopar.ops.call import base_name
+from autopar.ops.layout import PRODUCTS, copied
 from autopar.ops.saved import Saved
 from autopar.ops.table import operator
 from autopar.ops.workspace import RuntimeMemory, Sizes, Workspace
@@ -140,6 +141,14 @@ def passes_gradient(node: Node, graph: Graph) -> tuple[bool, ...]:
     """Of each operand: whether its gradient is the result's, or a view of it, and takes no memory of its own."""
     passes = operator(node.op).passes
     return passes(node, graph) if passes is not None and node.results else (False,) * len(node.operands)
+
+
+def viewed_gradients(node: Node, graph: Graph) -> tuple[int, ...]:
+    """The positions of operands of more than two dims whose gradient a product makes as a matrix or a batch of them,
+    and hands on as a view of that."""
+    if base_name(node.op) not in PRODUCTS:
+        return ()
+    return tuple(place for place, name in enumerate(node.operands) if len(graph.tensors[name].shape) > 2)
 
 
 def storage_root(tensor: str, graph: Graph) -> str:

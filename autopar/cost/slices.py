@@ -18,7 +18,7 @@ from autopar.cost.exchanges import PlacedExperts
 from autopar.ir.graph import EXPECTED, SLICES
 from autopar.ir.routing import Routing
 from autopar.ir.slice_table import DATA, TENSOR, SliceTable, SliceWay
-from autopar.ops.sliced import sliced_over
+from autopar.ops.sliced import slice_table_of, sliced_over
 
 _FURTHEST = 1 << 10
 """Times the rows of an even load, up to which a load is looked for from which on slices travel."""
@@ -53,6 +53,19 @@ class PlacedSlices(PlacedExperts):
 
     def _is_data(self, rows: int) -> bool:
         return self.sliced_ns(rows, DATA) < self.sliced_ns(rows, TENSOR)
+
+
+def gain_by_load_ns(one: PlacedExperts, table: SliceTable) -> int:
+    """How much less the operator takes by a table than as it is, in the mean of the routing's loads, beside what it
+    takes less at their mean."""
+    if not isinstance(one, PlacedSlices):
+        return 0
+    now, mean, loads = slice_table_of(one.node), round(sum(one.loads) / len(one.loads)), one.loads
+
+    def gain_ns(rows: int) -> int:
+        return one.sliced_ns(rows, now.at(rows)) - one.sliced_ns(rows, table.at(rows))
+
+    return round(sum(map(gain_ns, loads)) / len(loads)) - gain_ns(mean)
 
 
 def sliced_tables(placed: Mapping[str, PlacedExperts]) -> dict[str, SliceTable]:

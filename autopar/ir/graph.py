@@ -30,6 +30,8 @@ EXPECTED = "routing"
 BY_LOAD = "exchange"
 #: the argument that says what travels, by load, where experts are sliced
 SLICES = "slices"
+#: the argument that says how many experts, those with most rows of the moment, every rank computes
+REPLICAS = "replicas"
 
 
 class Ref(NamedTuple):

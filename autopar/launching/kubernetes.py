@@ -15,6 +15,7 @@ from autopar.launching.yaml_text import yaml_text
 
 _PYTORCH = "pytorch"  # the container that the operator looks for
 _LONGEST = 63  # letters of a pod's host name, which is the job's name and which of its pods it is
+_MOST_WORDS, _LONGEST_WORD, _LONGEST_IMAGE = 128, 65_536, 500  # of a TrainJob's trainer
 _HEADING = """Start with: kubectl apply -f, on this file
 The image has autopar and torch; {folder} is in it, or on a volume that all pods mount there."""
 
@@ -22,6 +23,7 @@ The image has autopar and torch; {folder} is in it, or on a volume that all pods
 def train_job(job: SavedJob, image: str, runtime: str = "torch-distributed") -> str:
     """The text of a TrainJob. runtime: a ClusterTrainingRuntime, which also says what volumes pods mount."""
     _check_name(job, f"-node-0-{job.nodes - 1}-00000")
+    _check_lengths(image, _command(job))
     data = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
@@ -57,6 +59,16 @@ def _check_name(job: SavedJob, rest: str) -> None:
         raise PlanError(
             f"expected a name of at most {_LONGEST - len(rest)} letters, to which Kubernetes adds {rest!r} for pods, "
             f"found {job.name!r}; take --name"
+        )
+
+
+def _check_lengths(image: str, command: list[str]) -> None:
+    if len(image) > _LONGEST_IMAGE:
+        raise PlanError(f"expected an image of at most {_LONGEST_IMAGE} letters, found {len(image)}")
+    if len(command) > _MOST_WORDS or max(map(len, command)) > _LONGEST_WORD:
+        raise PlanError(
+            f"expected a command of at most {_MOST_WORDS} words of {_LONGEST_WORD:,} letters, which is what a TrainJob "
+            f"takes, found {len(command)} of up to {max(map(len, command)):,}; give arguments in a file of the image"
         )
 
 

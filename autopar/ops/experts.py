@@ -34,6 +34,7 @@ from autopar.ops.loads import busiest
 from autopar.ops.local import LocalCall, tuple_of
 from autopar.ops.notation import AxisRule, einsum_rules
 from autopar.ops.operator import Operator
+from autopar.ops.replicas import replicas_error, replicas_of, sent_for_replicas
 from autopar.ops.sliced import sent_for_slices, slice_table_of, sliced_error, sliced_over, sliced_rule
 from autopar.ops.workspace import RuntimeMemory, Sizes
 from autopar.runtime.lowering.activations import activated
@@ -46,7 +47,7 @@ _LIBRARY: Any = torch.library.Library("autopar", "DEF")  # type: ignore[no-untyp
 _LIBRARY.define(
     "routed_experts(Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor down, str activation, bool gated, "
     "int num_experts, Tensor? up_bias=None, Tensor? down_bias=None, *, bool paired=False, int chunks=1, "
-    "str exchange='', str slices='', str routing='') -> Tensor"
+    "str exchange='', str slices='', str routing='', int replicas=0) -> Tensor"
 )
 
 
@@ -54,14 +55,15 @@ def _routed_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor,
     activation: str, gated: bool, num_experts: int, up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None, *, paired: bool = False, chunks: int = 1, exchange: str = "",
-    slices: str = "", routing: str = "",
+    slices: str = "", routing: str = "", replicas: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """The formula above, a matrix for each token and choice: simple, and large; programs call the runtime's. Numbers
     that are no expert's add nothing.
 
     chunks, exchange: how ranks exchange tokens, the same at any load, or by it (`ExchangeTable.text`). slices: what
     travels where they are sliced (`SliceTable.text`). routing: how tokens are expected to choose, as `Routing.text` has
-    it. What is computed depends on none of them.
+    it. replicas: how many experts, those with most rows, every rank computes where tokens are exchanged. None of them
+    changes what is computed.
     """
     is_expert, ids = ids < num_experts, ids.clamp(max=num_experts - 1)
     hidden = torch.einsum("td,tkdn->tkn", x, up.flatten(2)[ids])
@@ -114,18 +116,23 @@ Names = tuple[str, ...]
 
 
 class Exchanged(NamedTuple):
-    """Rows, one for each choice of a token: those that a rank sends to the experts, that come to the busiest rank in
-    the mean, and that come to it at the 99th percentile."""
+    """Rows, one for each choice of a token: those that a rank has for the experts, that the busiest rank computes in
+    the mean, and that it does at the 99th percentile; home: those of each in the mean that stay on the rank, for
+    replicas of experts."""
 
     sent: int
     mean: int
     most: int
+    home: int = 0
 
 
-def exchanged_rows(tokens: int, choices: int, num_experts: int, ranks: int, routing: str = "") -> Exchanged:
-    """What ranks exchange that have so many tokens each, and share the experts. routing: as an operator says it."""
-    load = busiest(Routing.parse(routing), tokens * ranks, choices, num_experts, ranks)
-    return Exchanged(tokens * choices, math.ceil(load.mean), load.most)
+def exchanged_rows(
+    tokens: int, choices: int, num_experts: int, ranks: int, routing: str = "", replicas: int = 0
+) -> Exchanged:
+    """What ranks exchange that have so many tokens each, and share the experts. routing: as an operator says it;
+    replicas: of so many experts."""
+    load = busiest(Routing.parse(routing), tokens * ranks, choices, num_experts, ranks, replicas)
+    return Exchanged(tokens * choices, math.ceil(load.mean), load.most, math.floor(load.home / max(1, ranks)))
 
 
 def exchanged_over(operands: tuple[Placement, ...]) -> list[int]:
@@ -186,16 +193,19 @@ def _inside(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...])
         _, how, chunks = table.at(rows.mean)
         legs = [tuple(over)] if how == FLAT else legs
     (_, width), result = (local_shape(shape, types, axes) for shape, types in _ends(call, operands))
-    busiest_rows = _busiest_by_leg(rows, legs, axes)
+    travel = Exchanged(rows.sent - rows.home, max(0, rows.mean - rows.home), rows.most)
+    busiest_rows = _busiest_by_leg(travel, legs, axes)
     there, back = (
-        [_leg(rows.sent, most, size, leg, chunks) for leg, most in zip(legs, busiest_rows, strict=True)]
+        [_leg(travel.sent, most, size, leg, chunks) for leg, most in zip(legs, busiest_rows, strict=True)]
         for size in (width * call.tensor(0).itemsize, result[1] * _made_itemsize(call))
     )
     back.reverse()
     moved = [leg for legs in (*there[:-1], _beside(there[-1], back[0]), *back[1:]) for leg in legs]
-    sliced, sliced_back = sent_for_slices(call, operands, axes, (rows.sent, rows.mean), chunks)
+    told = table.chunks if table is not None else 0
+    sliced, sliced_back = sent_for_slices(call, operands, axes, (rows.sent, rows.mean), chunks, told)
     counts = _counts(_counted(call, operands, axes) * 8, over, axes, chunks, table)
-    return [*counts, *moved, *sliced], [*moved, *sliced_back]
+    replicated, replicated_back = sent_for_replicas(call, operands, axes, over)
+    return [*counts, *replicated, *moved, *sliced], [*moved, *replicated_back, *sliced_back]
 
 
 def _counts(
@@ -254,7 +264,8 @@ def _rows(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -
     over = exchanged_over(operands)
     tokens, choices = local_shape(call.shape(1), operands[1], axes)
     ranks = math.prod(axes[position].size for position in over)
-    return exchanged_rows(tokens, choices, call.arguments["num_experts"], ranks, call.arguments[EXPECTED])
+    replicas = replicas_of(call.node)
+    return exchanged_rows(tokens, choices, call.arguments["num_experts"], ranks, call.arguments[EXPECTED], replicas)
 
 
 def _counted(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> int:
@@ -282,12 +293,13 @@ def _memory(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> Runtim
     (tokens, _), (_, choices), _, up, _ = sizes.operands[:5]
     experts = int(argument(node, 7, "num_experts", 1))
     ranks = max(1, round(experts / max(1, up[0]))) if exchanged_over(operands) else 1
-    rows = exchanged_rows(tokens, choices, experts, ranks, dict(node.kwargs).get(EXPECTED, ""))
+    replicas = replicas_of(node) if ranks > 1 else 0
+    rows = exchanged_rows(tokens, choices, experts, ranks, dict(node.kwargs).get(EXPECTED, ""), replicas)
     table = table_of(node)
     told = 3 * ranks * experts * (table.chunks if table else 0)  # the counts of all ranks, by expert and chunk
     shared = math.prod(sizes.axis_sizes[position] for position in sliced_over(operands))
     if shared == 1:
-        return _memory_of(node, sizes, rows, told)
+        return _with_replicas(_memory_of(node, sizes, rows, told), node, sizes, replicas)
     hows = slice_table_of(node).hows
     found = [_memory_of(node, sizes, rows, told, shared, how) for how in SLICE_WAYS if how in hows]
     saved, *spaces = (
@@ -320,6 +332,22 @@ def _memory_of(
     )
 
 
+def _with_replicas(memory: RuntimeMemory, node: Node, sizes: Sizes, replicas: int) -> RuntimeMemory:
+    """Their parameters are kept. While they come, one is copied; in the backward pass their gradients lie beside what
+    is summed of them, and what this rank's own experts get of that beside what these have of their own rows."""
+    if not replicas:
+        return memory
+    itemsize, experts = sizes.operand_itemsizes[3], max(1, sizes.operands[3][0])
+    own = sum(math.prod(shape) for shape in sizes.operands[3:]) * itemsize
+    copies = -(-replicas * own // experts)
+    told = 8 * (2 * int(argument(node, 7, "num_experts", 1)) + 4 * math.prod(sizes.operands[1]) + 4 * replicas)
+    forward, backward = memory.workspace
+    return memory._replace(
+        saved_bytes=(memory.saved_bytes or 0) + copies + told,
+        workspace=(forward + 2 * copies + told, backward + 2 * copies + 2 * own),
+    )
+
+
 def _local(local: LocalCall) -> str:
     """The runtime's function always: the operator is autopar's own."""
     arguments = local.call.arguments
@@ -332,6 +360,7 @@ def _local(local: LocalCall) -> str:
     named |= {"paired": "True"} if arguments["paired"] else {}
     named |= {"exchanged": tuple_of(exchanged)} if exchanged else {}
     named |= _told_exchange(local, exchanged)
+    named |= {"replicas": str(replicas_of(local.call.node))} if exchanged and replicas_of(local.call.node) else {}
     sliced = [axis for axis in local.axes_where(3, lambda type_: type_.kind == "S" and type_ != S(0)) if axis in both]
     for axis in sliced:
         ways = tuple(map(tuple, slice_table_of(local.call.node).ways))
@@ -414,8 +443,8 @@ def _grouped_mm_local(local: LocalCall) -> str:
 EXPERTS: dict[str, Operator] = {
     ROUTED_EXPERTS: Operator(
         routed_experts, work=work.EXPERTS, saved=saved.routed_experts, lowered=_memory,
-        limits=(_split_error, _table_error, sliced_error), inside=_inside, local=_local, needs_elements=True,
-        worked=worked_shapes,
+        limits=(_split_error, _table_error, sliced_error, replicas_error), inside=_inside, local=_local,
+        needs_elements=True, worked=worked_shapes,
     ),
     "transformers.grouped_mm_fallback.default": Operator(
         work=work.GROUPED, saved=saved.matrices, local=_grouped_mm_local

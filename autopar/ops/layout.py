@@ -28,7 +28,7 @@ _LIKE_FIRST = frozenset(_LIKE_FIRST_NAMES.split())
 _SAME = frozenset(["alias", "detach", "identity", "split", "split_with_sizes", "chunk", "slice", "narrow"])
 
 
-_PRODUCTS = frozenset(["linear", "matmul"])
+PRODUCTS = frozenset(["linear", "matmul"])
 
 
 class Copied(NamedTuple):
@@ -48,7 +48,7 @@ def copied(graph: Graph) -> Copied:
     strides = {name: contiguous_strides(tensor.shape) for name, tensor in graph.tensors.items()}
     reshapes, rows, factors = set(), set(), dict[str, tuple[int, ...]]()
     for node in graph.nodes:
-        if base_name(node.op) in _PRODUCTS and not _has_rows(node, graph, strides):
+        if base_name(node.op) in PRODUCTS and not _has_rows(node, graph, strides):
             rows.add(node.name)
         if base_name(node.op) == "einsum":
             factors[node.name], made = _einsum(node, graph, strides)

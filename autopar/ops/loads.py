@@ -39,16 +39,19 @@ Likely = tuple[float, ...]
 
 class RankLoad(NamedTuple):
     """Rows of the most loaded of some ranks: in the mean, at the 99th percentile, both of a layer in the mean of all
-    layers, and at the 99th percentile of the layer where that is most, and surely, which memory is counted by."""
+    layers, and at the 99th percentile of the layer where that is most, and surely, which memory is counted by. home:
+    the rows, of all, that stay where their tokens are, for experts that every rank has a replica of, in the mean."""
 
     mean: float
     p99: float
     most: int
+    home: float = 0.0
 
 
 @lru_cache(maxsize=1 << 14)
-def busiest(routing: Routing, tokens: int, choices: int, num_experts: int, ranks: int) -> RankLoad:
-    """The load of the busiest of `ranks` that have equal slices of the experts, of `tokens` tokens in all."""
+def busiest(routing: Routing, tokens: int, choices: int, num_experts: int, ranks: int, replicas: int = 0) -> RankLoad:
+    """The load of the busiest of `ranks` that have equal slices of the experts, of `tokens` tokens in all, equally many
+    on each rank. replicas: the number of experts, those with most rows, that every rank has for its own tokens."""
     choices, ranks = min(choices, num_experts), min(ranks, num_experts)
     rows = tokens * choices
     if ranks <= 1 or not rows:
@@ -56,42 +59,80 @@ def busiest(routing: Routing, tokens: int, choices: int, num_experts: int, ranks
     if routing.rows:
         return RankLoad(routing.rows, routing.rows, routing.rows)
     layers = layers_of(routing, choices, num_experts)
-    found = _busiest_drawn(routing, tokens, choices, num_experts, ranks)
-    shares = np.asarray([*layers.values()]) / sum(layers.values())
+    drawn = _drawn_loads(routing, tokens, choices, num_experts, ranks, replicas)
+    found, shares = [own.busiest for own in drawn], np.asarray([*layers.values()]) / sum(layers.values())
     p99 = float(np.dot(shares, [_at_p99(own) for own in found]))
     mean = p99 if routing.at_p99 else float(np.dot(shares, [own.mean() for own in found]))
-    return RankLoad(mean, p99, int(np.ceil(max(_at_p99(own, _SURELY) for own in found))))
+    home = float(np.dot(shares, [own.home for own in drawn]))
+    return RankLoad(mean, p99, int(np.ceil(max(_at_p99(own, _SURELY) for own in found))), home)
 
 
 @lru_cache(maxsize=1 << 10)
-def quantiles(routing: Routing, tokens: int, choices: int, num_experts: int, ranks: int) -> tuple[int, ...]:
+def quantiles(
+    routing: Routing, tokens: int, choices: int, num_experts: int, ranks: int, replicas: int = 0
+) -> tuple[int, ...]:
     """Loads of the busiest rank that stand for all that are drawn, of all layers: each for as many."""
     choices, ranks = min(choices, num_experts), min(ranks, num_experts)
     if ranks <= 1 or not tokens * choices or routing.rows:
-        return (round(busiest(routing, tokens, choices, num_experts, ranks).mean),)
+        return (round(busiest(routing, tokens, choices, num_experts, ranks, replicas).mean),)
     kinds = layers_of(routing, choices, num_experts)
-    found = _busiest_drawn(routing, tokens, choices, num_experts, ranks)
+    found = [own.busiest for own in _drawn_loads(routing, tokens, choices, num_experts, ranks, replicas)]
     drawn = np.concatenate([np.tile(own, layers) for own, layers in zip(found, kinds.values(), strict=True)])
     return tuple(round(rows) for rows in np.quantile(drawn, (np.arange(_QUANTILES) + 0.5) / _QUANTILES))
 
 
-def _busiest_drawn(routing: Routing, tokens: int, choices: int, num_experts: int, ranks: int) -> list[Numbers]:
-    """Draws of the rows of the busiest rank, of each kind of layer."""
+class _DrawnLoads(NamedTuple):
+    """Of one kind of layer: rows of the busiest rank, draw by draw, and those of all that stay at home in the mean."""
+
+    busiest: Numbers
+    home: float
+
+
+def _drawn_loads(
+    routing: Routing, tokens: int, choices: int, num_experts: int, ranks: int, replicas: int
+) -> list[_DrawnLoads]:
+    """Draws of each kind of layer."""
     layers = layers_of(routing, choices, num_experts)
     draws = max(FEWEST_DRAWS, DRAWS // len(layers))
     generator = np.random.Generator(np.random.PCG64(SEED))
-    found = list[Numbers]()
+    found = list[_DrawnLoads]()
     for likely in layers:
         counts = _drawn(np.asarray(likely), tokens, choices, draws, generator)
         counts = generator.permuted(counts, axis=1) if routing.kind == POWER_LAW else counts
-        found.append(largest(counts, ranks))
+        if not replicas:
+            found.append(_DrawnLoads(largest(counts, ranks), 0.0))
+            continue
+        cold, hot = parted(counts, replicas)
+        rows = by_rank(cold, ranks) + _at_home(hot, tokens, min(choices, replicas), ranks, generator)
+        found.append(_DrawnLoads(rows.max(1), float(hot.sum(1).mean())))
     return found
+
+
+def parted(counts: Numbers, replicas: int) -> tuple[Numbers, Numbers]:
+    """Of draws (draws, experts): those of experts that are on one rank (draws, experts), where those of the others are
+    none, and those of the `replicas` experts with most rows (draws, replicas)."""
+    hottest = np.argsort(-counts, axis=1, kind="stable")[:, :replicas]
+    cold = counts.copy()
+    np.put_along_axis(cold, hottest, 0.0, axis=1)
+    return cold, np.take_along_axis(counts, hottest, axis=1)
+
+
+def _at_home(hot: Numbers, tokens: int, choices: int, ranks: int, generator: np.random.Generator) -> Numbers:
+    """Rows of each rank's own tokens for experts of so many rows in all: (draws, ranks). A rank's tokens are a sample
+    of all, in which an expert's are hypergeometric; experts are taken to be independent there, which they are not quite
+    (who chose one has one choice less left), so that ranks differ a little more here than they do."""
+    own = tokens // ranks
+    share = hot / max(1, tokens)
+    variance = (own * share * (1 - share)).sum(1) * (tokens - own) / max(1, tokens - 1)
+    deviations = np.sqrt(np.maximum(variance, 0.0))[:, None] * generator.standard_normal((len(hot), ranks))
+    return np.asarray(np.clip(hot.sum(1)[:, None] / ranks + deviations, 0, own * choices))
 
 
 @lru_cache(maxsize=1 << 10)
 def excess_of_sum(
-    routing: Routing, tokens: int, choices: int, num_experts: int, ranks: int, layers: int, sums: int = 1
-) -> float:
+    routing: Routing, tokens: int, choices: int, num_experts: int, ranks: int, layers: int, sums: int = 1,
+    replicas: int = 0,
+) -> float:  # fmt: skip
     """Layers are seldom busiest together. Of what all of them at their 99th percentile have above their means, the part
     that their sum has at its own: 1 for one layer, about 1/√layers for many. sums: of so many independent sums the
     largest counts, each of which all but one in a hundred times as many draws stay within."""
@@ -99,7 +140,7 @@ def excess_of_sum(
     if ranks <= 1 or not tokens * choices or layers * sums <= 1:
         return 1.0
     kinds = layers_of(routing, choices, num_experts)
-    found = _busiest_drawn(routing, tokens, choices, num_experts, ranks)
+    found = [own.busiest for own in _drawn_loads(routing, tokens, choices, num_experts, ranks, replicas)]
     shares = np.asarray([*kinds.values()]) / sum(kinds.values())
     counts = np.maximum(1, np.round(shares * layers)).astype(int)
     generator, most = np.random.Generator(np.random.PCG64(SEED + 1)), DRAWS * max(1, sums)
@@ -117,9 +158,14 @@ def excess_of_sum(
 
 def largest(counts: Numbers, ranks: int) -> Numbers:
     """Of draws (draws, experts) of rows by expert: those of the slice of the experts that has most."""
+    return np.asarray(by_rank(counts, ranks).max(1))
+
+
+def by_rank(counts: Numbers, ranks: int) -> Numbers:
+    """Of draws (draws, experts): those of each rank's slice of the experts (draws, ranks), none of ranks without."""
     length = -(-counts.shape[1] // ranks)
     sums = np.add.reduceat(counts, np.arange(0, counts.shape[1], length), axis=1)
-    return np.asarray(sums.max(1))
+    return np.pad(sums, ((0, 0), (0, ranks - sums.shape[1])))
 
 
 def _at_p99(rows: Numbers, errors: float = 0.0) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from autopar.ir.graph import BY_LOAD, SLICES, Node
+from autopar.ir.graph import SLICES, Node
 from autopar.ir.placement import Axis, Placement, R, S, Shape, local_shape
 from autopar.ir.slice_table import TENSOR, SliceTable
 from autopar.ops.call import Call
@@ -57,8 +57,6 @@ def sliced_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, 
     names = ", ".join(axis.name for axis in over)
     if len(over) > 1 or over[0].shares:
         return f"experts are sliced over axes {names} of ranks with other tokens; they may be over one, in equal parts"
-    if dict(call.node.kwargs).get(BY_LOAD):
-        return f"experts are sliced over axis {names}, whose ranks may see other loads than tokens are exchanged by"
     length = local_shape(call.shape(4), operands[4], tuple(_whole(axis, over[0]) for axis in axes))[1]
     if length % over[0].size:
         return (
@@ -73,23 +71,26 @@ def _whole(axis: Axis, other: Axis) -> Axis:
 
 
 def sent_for_slices(
-    call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...], rows: tuple[int, int], chunks: int
-) -> Sent:
+    call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...], rows: tuple[int, int], chunks: int,
+    told_chunks: int = 0,
+) -> Sent:  # fmt: skip
     """Counts; then rows and their results, or slices, and gradients of either the other way.
 
-    rows: of a rank in the mean, and of the busiest; chunks: in which they come.
+    rows: of a rank in the mean, and of the busiest; chunks: in which they come; told_chunks: in which they may come, by
+    load: then all ranks agree about the load, too.
     """
     over = [position for position in sliced_over(operands) if axes[position].size > 1]
     if not over:
         return [], []
     axis, ranks = over[0], axes[over[0]].size
     experts = local_shape(call.shape(3), operands[3], axes)[0]
-    counts = Inner("all_gather", axis, ranks * chunks * experts * _NUMBER_BYTES)
+    told = [Inner("all_reduce", axis, _NUMBER_BYTES)] if told_chunks else []
+    told.append(Inner("all_gather", axis, ranks * max(chunks, told_chunks) * experts * _NUMBER_BYTES))
     if slice_table_of(call.node).at(rows[1]) == TENSOR:
         moved = _rows(call, operands, axes, axis, rows, chunks)
-        return [counts, *moved], moved
+        return [*told, *moved], moved
     there, home = _slices(call, operands, axes, axis)
-    return [counts, *there], home
+    return [*told, *there], home
 
 
 def _rows(

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from autopar.ir.exchange_table import ExchangeTable
-from autopar.ir.graph import BY_LOAD, EXPECTED, Node
+from autopar.ir.graph import BY_LOAD, EXPECTED, REPLICAS, Node
 from autopar.ir.placement import Shape
 from autopar.ir.routing import Routing
 from autopar.ops.call import argument, base_name
@@ -387,26 +387,35 @@ def routed_rows(call: WorkKey) -> float:
     (tokens, choices), held = call.operand_shapes[1], call.operand_shapes[3][0]
     num_experts, routing = routed(call.detail).num_experts, routed(call.detail).routing
     num_experts = num_experts or held
-    return busiest(routing, tokens, choices, num_experts, -(-num_experts // max(1, held))).mean
+    ranks = -(-num_experts // max(1, held))
+    return busiest(routing, tokens, choices, num_experts, ranks, routed(call.detail).replicas).mean
+
+
+def computed_experts(call: WorkKey) -> int:
+    """The experts that a rank has, and the replicas of others'."""
+    held, detail = call.operand_shapes[3][0], routed(call.detail)
+    return held + (detail.replicas if held < detail.num_experts else 0)
 
 
 class RoutedDetail(NamedTuple):
     """What the cost of routed experts depends on beside shapes. num_experts: 0 where it is not said; chunks: in which
-    their rows come, unless that depends on the load; how tokens choose them."""
+    their rows come, unless that depends on the load; how tokens choose them; replicas: of so many of them, where ranks
+    share them."""
 
     num_experts: int
     chunks: int
     routing: Routing
     by_load: ExchangeTable | None
+    replicas: int = 0
 
 
 @lru_cache(maxsize=64)
 def routed(detail: str) -> RoutedDetail:
     """What `_num_experts` says, read."""
     numbers, _, routing = detail.partition(" ")
-    number, chunks, table = (*numbers.split("/"), "", "")[:3]
+    number, chunks, table, replicas = (*numbers.split("/"), "", "", "")[:4]
     by_load = ExchangeTable.parse(table) if table else None
-    return RoutedDetail(int(number or 0), int(chunks or 1), Routing.parse(routing), by_load)
+    return RoutedDetail(int(number or 0), int(chunks or 1), Routing.parse(routing), by_load, int(replicas or 0))
 
 
 def routed_chunks(call: WorkKey) -> int:
@@ -416,13 +425,16 @@ def routed_chunks(call: WorkKey) -> int:
 
 
 def _experts_moved(call: WorkKey) -> int:
-    """The experts' parameters are read for each chunk of rows."""
-    return _all_bytes(call) + (routed_chunks(call) - 1) * sum(call.operand_bytes[3:])
+    """The experts' parameters are read for each chunk of rows, those of replicas once."""
+    held = sum(call.operand_bytes[3:])
+    replicas = computed_experts(call) - call.operand_shapes[3][0]
+    return _all_bytes(call) + (routed_chunks(call) - 1) * held + replicas * held // max(1, call.operand_shapes[3][0])
 
 
 def _experts_gradient(call: WorkKey) -> Work:
     """Two products for each of the forward's, group by group, chunk by chunk."""
-    products = 4 * call.operand_shapes[3][0] * routed_chunks(call)
+    held = call.operand_shapes[3][0]
+    products = 4 * (held * routed_chunks(call) + computed_experts(call) - held)
     return Work(2 * _experts_flops(call), 2 * _experts_moved(call), products)
 
 
@@ -431,6 +443,8 @@ def _num_experts(node: Node) -> str:
     table = given.get(BY_LOAD, "")
     number = f"{int(argument(node, 7, 'num_experts', 0))}{f'/{chunks}' if chunks > 1 or table else ''}"
     number += f"/{table}" if table else ""
+    replicas = int(given.get(REPLICAS, 0))
+    number += f"{'/' * (3 - number.count('/'))}{replicas}" if replicas else ""
     return _with_routing(number, given.get(EXPECTED, ""))
 
 

@@ -5,30 +5,52 @@ Chunks let experts compute beside what travels, and start more collectives. No p
 nothing is solved again: the operators are priced in each number, and the plan is simulated in the one that is cheapest;
 in more and more, as long as they gain, where an operator's ranks are no neighbours, so that it has no price. Where the
 loads that the routing draws ask for different ways, the plan may read them from a table when it runs: it is taken where
-it gains in their mean.
+it gains in their mean. And where the busiest rank has much more to do than others, replicas of the experts that most
+tokens choose are priced, at the 99th percentile of the routing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
 from autopar.clock import is_interrupted
-from autopar.cost.exchanges import PlacedExperts, beyond_mean_ns, placed_experts, priced_tables, prices_in_chunks
+from autopar.cost.exchanges import (
+    REPLICATED,
+    PlacedExperts,
+    beyond_mean_ns,
+    cheapest_replicas,
+    placed_experts,
+    priced_tables,
+    prices_in_chunks,
+)
+from autopar.cost.slices import PlacedSlices, gain_by_load_ns, sliced_tables
 from autopar.driver import Candidate, Context, Front, of_plan, outline_of
 from autopar.errors import AutoparError
 from autopar.families import faster_templates
 from autopar.ir.exchange_table import MOST_CHUNKS, ExchangeTable, ExchangeWay
-from autopar.ir.graph import Graph
+from autopar.ir.graph import EXPECTED, Graph
 from autopar.ir.plan import Plan, Substitution
+from autopar.ir.routing import BALANCED, Routing
+from autopar.ir.slice_table import SliceTable
 from autopar.microbatch import divided_graph
 from autopar.ops.experts import ROUTED_EXPERTS, exchanged_over
+from autopar.ops.loads import busiest
+from autopar.ops.replicas import replicas_of
+from autopar.ops.sliced import slice_table_of
 from autopar.passes.template import is_open
-from autopar.rewrites import by_load, in_chunks
+from autopar.rewrites import by_load, by_slices, in_chunks, with_replicas
 from autopar.simulate import Timeline, predict, simulate, traffic, traffic_by_submesh
 from autopar.substitute import GraphCandidate, exchanges
 from autopar.substitute.backtracking import RESOLUTION
+from autopar.tunables import REPLICA_GAIN
+
+FIXED_WAY = (exchanges.LOAD_RULE, exchanges.REPLICA_RULE)
+"""What a plan has that is not to be exchanged by load, or that already is."""
+
+BY_LOAD_RULES = (exchanges.LOAD_RULE, exchanges.SLICE_RULE)
+"""What a plan has whose experts get no replicas."""
 
 
 def experts(front: Front, context: Context) -> Iterator[Candidate]:
@@ -38,15 +60,45 @@ def experts(front: Front, context: Context) -> Iterator[Candidate]:
     if front.round > 1 or not fewest or not is_open(context.request):
         return
     best = front.best_of(front.given)
-    rows, found = faster_templates(given, None if best is None else best.plan, context.request, experts=fewest)
+    plan = None if best is None else best.plan
+    rows, found = faster_templates(given, plan, context.request, experts=fewest)
     context.rows += rows
     yield from (of_plan(front.given, *one) for one in found)
+    replicas = likely_replicas(given, context.request.mesh.devices_per_node)
+    if replicas and not is_interrupted():
+        graph, steps = with_replicas(given, replicas)
+        rows, found = faster_templates(graph, plan, context.request, experts=fewest)
+        context.rows += rows
+        asked = Candidate(GraphCandidate(graph, steps, 0))
+        yield from (of_plan(asked, *one) for one in found)
+
+
+def likely_replicas(graph: Graph, ranks: int) -> int:
+    """Of how many experts replicas are likely to gain where so many ranks share them: one more, as long as that takes
+    from the busiest rank's rows a good part at the 99th percentile. None where all are about as busy."""
+    nodes = [node for node in graph.nodes if node.op == ROUTED_EXPERTS]
+    fewest = min(nodes, key=lambda node: int(node.args[7]))
+    routing, num_experts = Routing.parse(dict(fewest.kwargs).get(EXPECTED, "")), int(fewest.args[7])
+    if routing.kind == BALANCED or ranks < 2:
+        return 0
+    tokens, choices = graph.tensors[fewest.operands[1]].shape
+
+    def busiest_rows(replicas: int) -> float:
+        return busiest(routing, tokens, choices, num_experts, ranks, replicas).p99
+
+    found, rows = 0, busiest_rows(0)
+    for replicas in (number for number in REPLICATED if 2 * number <= num_experts):
+        fewer = busiest_rows(replicas)
+        if fewer > (1 - REPLICA_GAIN) * rows:
+            break
+        found, rows = replicas, fewer
+    return found
 
 
 def exchange(front: Front, context: Context) -> Iterator[Candidate]:
     """The best plan in chunks, where it is faster so and they are not more than one already."""
     best = front.best
-    if best is None or not exchanges_tokens(best.graph, best.plan) or _is_in_chunks(best):
+    if best is None or not exchanges_tokens(best.graph, best.plan) or _has(best, (exchanges.RULE,)):
         return
     priced = _cheapest_chunks(best, context)
     fastest_ns, chunks = best.step_ns, priced or 2
@@ -71,16 +123,56 @@ def _cheapest_chunks(best: Candidate, context: Context) -> int | None:
     return min(prices, key=prices.__getitem__)
 
 
-def adapt(front: Front, context: Context) -> Iterator[Candidate]:
-    """The best plan with its tokens exchanged as the load asks for, where the routing's loads ask for several ways."""
+def replicate(front: Front, context: Context) -> Iterator[Candidate]:
+    """The best plan with replicas of the experts that most tokens choose, of as many as is fastest, or of none."""
     best = front.best
-    if best is None or is_interrupted() or _is_by_load(best) or not exchanges_tokens(best.graph, best.plan):
+    if best is None or is_interrupted() or not exchanges_tokens(best.graph, best.plan) or _has(best, BY_LOAD_RULES):
         return
     part = divided_graph(best.graph, best.plan.microbatches)
     placed = placed_experts(part, best.plan, context.profiles)
+    if len(placed) < len(exchanges.routed(best.graph)):
+        return
+    replicas = cheapest_replicas(placed.values())
+    if replicas != max(replicas_of(one.node) for one in placed.values()):
+        graph, steps = with_replicas(best.graph, replicas)
+        others = tuple(step for step in best.variant.steps if step.rule != exchanges.REPLICA_RULE)
+        found = _simulated_as(best, graph, (*others, *steps), context)
+        if found is not None and found.step_ns < best.step_ns * (1 - RESOLUTION):
+            yield found
+
+
+def adapt(front: Front, context: Context) -> Iterator[Candidate]:
+    """The best plan with its tokens exchanged as the load asks for, and rows or slices of experts sent as it does,
+    where the routing's loads ask for several ways: as fast as it is simulated, and as much faster as the mean over
+    loads is than what both take at the mean load."""
+    best = front.best
+    if best is None or is_interrupted() or _has(best, FIXED_WAY) or not exchanges.routed(best.graph):
+        return
+    graph, steps, gain_ns = _by_load(best.graph, best.plan, context)
+    graph, told, more_ns = _by_slices(graph, best.plan, context)
+    found = _simulated_as(best, graph, (*best.variant.steps, *steps, *told), context) if steps or told else None
+    if found is None:
+        return
+    plan = best.plan
+    gain_ns = (gain_ns + more_ns) * plan.microbatches // len({stage.first_rank for stage in plan.stages})
+    if found.step_ns - gain_ns < best.step_ns * (1 - RESOLUTION):
+        yield replace(found, step_ns=found.step_ns - gain_ns)
+
+
+_ByLoad = tuple[Graph, tuple[Substitution, ...], int]
+"""A graph with tables, what makes it, and what loads that differ gain by them beside what their mean does."""
+
+
+def _by_load(graph: Graph, plan: Plan, context: Context) -> _ByLoad:
+    """With the tables by which rows are exchanged, of operators whose loads ask for several ways."""
+    placed = placed_experts(divided_graph(graph, plan.microbatches), plan, context.profiles)
     tables = {name: table for name, table in priced_tables(placed).items() if len(_ways(placed[name], table)) > 1}
-    if tables:
-        yield from _by_load(best, placed, tables, context)
+    gain_ns = sum(
+        beyond_mean_ns(placed[name], _as_it_is(placed[name]), placed[name].loads)
+        - beyond_mean_ns(placed[name], table, placed[name].loads)
+        for name, table in tables.items()
+    )  # fmt: skip
+    return *by_load(graph, tables), gain_ns
 
 
 def _ways(one: PlacedExperts, table: ExchangeTable) -> set[tuple[str, int]]:
@@ -88,24 +180,21 @@ def _ways(one: PlacedExperts, table: ExchangeTable) -> set[tuple[str, int]]:
     return {table.at(rows)[1:] for rows in one.loads}
 
 
-def _by_load(
-    best: Candidate, placed: Mapping[str, PlacedExperts], tables: Mapping[str, ExchangeTable], context: Context
-) -> Iterator[Candidate]:
-    """With some operators' tables: as fast as it is simulated, and as much faster as the mean over loads is than what
-    both take at the mean load."""
-    graph, steps = by_load(best.graph, tables)
-    found = _simulated_as(best, graph, (*best.variant.steps, *steps), context)
-    if found is None:
-        return
+def _differs(one: PlacedExperts, table: SliceTable) -> bool:
+    """Whether another way than that which it goes now is asked for by some of the routing's loads."""
+    now = slice_table_of(one.node)
+    return any(now.at(rows) != table.at(rows) for rows in one.loads)
+
+
+def _by_slices(graph: Graph, plan: Plan, context: Context) -> _ByLoad:
+    """With the tables by which rows or slices of experts travel, where some load asks for another
+    way than what the operator does."""
+    placed = placed_experts(divided_graph(graph, plan.microbatches), plan, context.profiles, PlacedSlices)
+    tables = {name: own for name, own in sliced_tables(placed).items() if _differs(placed[name], own)}
     gain_ns = sum(
-        beyond_mean_ns(placed[name], _as_it_is(placed[name]), placed[name].loads)
-        - beyond_mean_ns(placed[name], table, placed[name].loads)
-        for name, table in tables.items()
+        gain_by_load_ns(one, tables[name]) for name, one in placed.items() if name in tables
     )  # fmt: skip
-    plan = best.plan
-    gain_ns = gain_ns * plan.microbatches // len({stage.first_rank for stage in plan.stages})
-    if found.step_ns - gain_ns < best.step_ns * (1 - RESOLUTION):
-        yield replace(found, step_ns=found.step_ns - gain_ns)
+    return *by_slices(graph, tables), gain_ns
 
 
 def _as_it_is(one: PlacedExperts) -> ExchangeTable:
@@ -125,12 +214,8 @@ def exchanges_tokens(graph: Graph, plan: Plan) -> bool:
     )
 
 
-def _is_in_chunks(candidate: Candidate) -> bool:
-    return any(step.rule == exchanges.RULE for step in candidate.variant.steps)
-
-
-def _is_by_load(candidate: Candidate) -> bool:
-    return any(step.rule == exchanges.LOAD_RULE for step in candidate.variant.steps)
+def _has(candidate: Candidate, rules: Collection[str]) -> bool:
+    return any(step.rule in rules for step in candidate.variant.steps)
 
 
 def _in_chunks(best: Candidate, chunks: int, context: Context) -> Candidate | None:

@@ -9,6 +9,8 @@ A price makes places far apart in the network and in time agree on what memory i
 what they are indifferent to has to be chosen: that is left to merging, which knows the rows.
 Each round that leaves the trial as it is begins another way: from messages through all of the network (`messages`), at
 first and ever less often, or by another value of a hub.
+Rounds that no longer make the best choice cheaper begin another course, from no prices: where prices settle depends on
+chance, and what courses have in common is worth less than what `merging` takes from each.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from autopar.selection.subproblems import Subproblems
 from autopar.selection.usage import worst_positions
 from autopar.tunables import PART_S, REDUCE_S
 
+_COURSE_ROUNDS, _FRUITLESS_ROUNDS, _LEAST_GAIN = 24, 12, 1e-4
+"""A course of prices has so many rounds at least, and ends after so many in a row, each of which made the best choice
+cheaper by a smaller share of its cost."""
 _EARLY_ROUNDS, _ANEW_EVERY = 8, 10
 """Trials begin anew at each of the first rounds, while prices are far from those that hold, then at one in so many."""
 _PASSES, _FIRST_PASSES = 3, 6
@@ -60,6 +65,7 @@ class PriceLedSearch:
         self._prices = np.zeros(len(parts.network.room_starts))
         self._rows: set[int] = set()
         self.rounds = 0
+        self._course_rounds = self._fruitless = 0
         self._messages: Messages | None = None
         self._trial = list(values)
         self._entries = parts.network.num_entries
@@ -72,20 +78,30 @@ class PriceLedSearch:
         """One round; False when the clock is over."""
         if clock.is_over:
             return False
-        before = self._trial
+        if self._fruitless >= _FRUITLESS_ROUNDS and self._course_rounds >= _COURSE_ROUNDS:
+            self._begin_course()
+        before, cost = self._trial, self.cost
         unary = self._priced(1.0)
-        if self.rounds < _EARLY_ROUNDS or self.rounds % _ANEW_EVERY == 0:
+        if self._course_rounds < _EARLY_ROUNDS or self._course_rounds % _ANEW_EVERY == 0:
             self._begin_anew(unary)
         self._trial = self._solved(unary, self._trial, _PASSES)
         self._take(self._frugal())
-        if self.rounds:
+        if self._course_rounds:
             lured = self._priced(self._chance.choice(_LURES))
             self._take(self._solved(lured, self.values, 1))
         if self._trial == before:
             self._kick(unary)
         self._change_prices()
+        self._fruitless = 0 if cost - self.cost > _LEAST_GAIN * cost else self._fruitless + 1
         self.rounds += 1
+        self._course_rounds += 1
         return True
+
+    def _begin_course(self) -> None:
+        """Forgets prices and the trial, and what messages tell; the best choice stays, and which rows bind."""
+        self._prices[:] = 0.0
+        self._messages = None
+        self._course_rounds = self._fruitless = 0
 
     def _priced(self, share: float) -> list[Int64Array]:
         """What values cost, with their usage at a share of the prices."""
@@ -120,7 +136,7 @@ class PriceLedSearch:
         self._messages = self._messages or Messages(core)
         values = self._messages.values(core, _FIRST_SWEEPS if first else _SWEEPS)
         found = self._solved(unary, core.expand(values), _FIRST_PASSES if first else _PASSES)
-        if self.rounds == 0 or self._cost(unary, found) < self._cost(unary, self._trial):
+        if self._course_rounds == 0 or self._cost(unary, found) < self._cost(unary, self._trial):
             self._trial = found
 
     def _kick(self, unary: list[Int64Array]) -> None:
@@ -155,7 +171,7 @@ class PriceLedSearch:
         network = self._parts.network
         excess = self._parts.usage.excess(self._trial)
         self._rows.update(worst_positions(excess, _ROWS_A_ROUND))
-        step = _STEP / (1.0 + self.rounds / _STEP_HALVES)
+        step = _STEP / (1.0 + self._course_rounds / _STEP_HALVES)
         first = _FIRST_PRICE * network.cost(self._trial) / max(1, int(network.room.max()))
         for row in self._rows:
             missed = float(excess[row]) / max(1, int(network.room[row]))

@@ -80,11 +80,17 @@ def refinement_text(plan: Plan) -> str:
 
 
 def exchanges_text(plan: Plan) -> str:
-    """How tokens travel to experts, and what to slices of them, by the rows of the busiest rank, in how many layers;
-    nothing where it is fixed."""
+    """How tokens travel to experts, and what to slices of them, by the rows of the busiest rank, or how many experts
+    have replicas, in how many layers; nothing where it is fixed and none has."""
     tables = {exchanges.LOAD_RULE: ExchangeTable.parse, exchanges.SLICE_RULE: SliceTable.parse}
     found = [(tables[step.rule](step.binding.get("table")), step) for step in plan.substitutions if step.rule in tables]
-    return "; ".join(f"{table} ×{len(step.roots)}" for table, step in found)
+    lines = [f"{table} ×{len(step.roots)}" for table, step in found]
+    lines += [
+        f"replicas of {step.binding.get('replicas')} experts, those with most rows ×{len(step.roots)}"
+        for step in plan.substitutions
+        if step.rule == exchanges.REPLICA_RULE
+    ]
+    return "; ".join(lines)
 
 
 def substitutions_text(plan: Plan) -> str:

@@ -23,6 +23,7 @@ told apart. Stages of unequal devices are sized by how long blocks take on a kin
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -43,7 +44,7 @@ from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWA
 from autopar.ir.structure import batch_inputs
 from autopar.ops.saved import Extra
 from autopar.runtime.packing import BUCKET_BYTES, LONE_BYTES, MAX_IN_FLIGHT
-from autopar.simulate.engine import COMPUTE, Change, Moment
+from autopar.simulate.engine import COMPUTE, Change, Moment, busy_ns, level_of
 from autopar.simulate.facts import call_of, graph_facts
 from autopar.simulate.incremental import Incremental
 from autopar.simulate.parted import PartedStage, stage_in_one
@@ -527,25 +528,35 @@ def _workspace(passes: Held, resident: int, kept: int) -> int:
 def _amid_layers_ns(done: Pass, profile: Profile) -> int:
     """How long a pass takes in the midst of like layers, of which each has the next one's parameters gathered.
 
-    It waits for its own no more. But where what it must wait for travels on the same link, the first such collective is
-    behind the next layer's parameters and the last one's gradients. What both hide slows down what is computed.
+    It waits for its own no more. But where what it must wait for travels in the same queue of links, the first such
+    collective is behind the next layer's parameters and the last one's gradients; in another queue of that level it
+    shares the link with them. What both hide slows down what is computed.
     """
     tasks, length = done.tasks, done.length_ns
     waited = sum(
         time for _, played, _ in done.pieces for kind, time in played.waited.items() if kind.startswith(_PARAMETER)
     )
-    beside, first_stop = dict[str, int](), dict[str, int]()
+    beside, first_stop, stops = dict[str, int](), dict[str, int](), dict[str, int]()
     for link, _, start, end, kind in tasks:
         if kind.startswith((_PARAMETER, _GRADIENT)):
             beside[link] = beside.get(link, 0) + end - start
         elif link != COMPUTE:
             first_stop[link] = min(first_stop.get(link, start), start)
+            stops[link] = stops.get(link, 0) + end - start
     behind = [time - max(0, first_stop[link] - waited) for link, time in beside.items() if link in first_stop]
-    exposed = max([0, *behind])
+    sharing = [
+        min(stopped, sum([time for other, time in beside.items() if other != link and _are_of_one_level(other, link)]))
+        for link, stopped in stops.items()
+    ]
+    exposed = max([0, *behind, *sharing])
     left = max([end for link, end in done.links.items() if link in beside], default=0)
-    slowdown = max([profile.slowdowns.get(link, 1.0) for link in beside], default=1.0)
+    slowdown = max([profile.slowdowns.get(level_of(link), 1.0) for link in beside], default=1.0)
     slowed = max(0, waited + max(0, left - length) - exposed) * (1 - 1 / slowdown)
     return max(length - waited + exposed + int(slowed), _link_ns([done]))
+
+
+def _are_of_one_level(first: str, second: str) -> bool:
+    return level_of(first) == level_of(second)
 
 
 def _computed_ns(done: Pass) -> int:
@@ -553,12 +564,12 @@ def _computed_ns(done: Pass) -> int:
 
 
 def _link_ns(passes: list[Pass]) -> int:
-    """How long the busiest communication stream works in passes."""
-    busy: dict[str, int] = {}
+    """How long the busiest level of links works in passes, whose queues share it."""
+    busy: dict[str, int] = defaultdict(int)
     for done in passes:
-        for stream, _, start, stop, _ in done.tasks:
-            if stream != COMPUTE:
-                busy[stream] = busy.get(stream, 0) + stop - start
+        for level, spent in busy_ns(done.tasks).items():
+            busy[level] += spent
+    busy.pop(COMPUTE, None)
     return max(busy.values(), default=0)
 
 

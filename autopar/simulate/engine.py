@@ -6,6 +6,11 @@ as on the device. While a collective is in flight, compute progresses as many ti
 says (`Profile.slowdown`). Times count from the begin of the pass, which is when the compute stream is free; what is
 still under way then is *carried*.
 
+A communication stream is a line on one level of links, `level` or `level whose`. Where collectives of several lines of
+a level are in flight at once, they share it evenly: one that starts beside others delays them by what it takes of the
+link (processor sharing), so that the level never carries more than one collective's worth at a time. What has waited
+for these others already is not placed again.
+
 Where a collective stops the rank, its ranks *meet*: it starts once the slowest of them is there, which takes the longer
 the longer they have computed since they met before (`Waits`).
 
@@ -16,19 +21,23 @@ of the device when that is slower.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from operator import add
 from typing import NamedTuple
 
-from autopar.cost.profile import Waits
+from autopar.cost.profile import LEVELS, Waits
 
 COMPUTE = "compute"
 
 Task = tuple[str, str, int, int, str]
 """Stream, name, start and end in ns, kind."""
 
-Flight = tuple[int, int, float]
-"""Of a collective: start, end, and how many times slower compute progresses meanwhile."""
+Flight = tuple[int, int, float, str]
+"""Of a collective: start, end, how many times slower compute progresses meanwhile, and its communication stream."""
+
+Moved = Mapping[int, tuple[int, int]]
+"""When collectives start and end, by when they were to end."""
 
 Change = tuple[int, int, str, int]
 """Of memory: time in ns, bytes taken or (negative) given back, kind, and moment of that time."""
@@ -68,6 +77,18 @@ class Carried(NamedTuple):
     unmet_ns: int = 0
 
 
+@cache
+def level_of(link: str) -> str:
+    """The level of links that a communication stream is on; another stream is itself."""
+    level, _, _ = link.partition(" ")
+    return level if level in LEVELS else link
+
+
+def after_moves(end_ns: int, moved: Moved) -> int:
+    """When a collective ends that was to end then."""
+    return moved[end_ns][1] if end_ns in moved else end_ns
+
+
 class Moment:
     """What happens to memory at one time, in this order: plain numbers, which arrays take as they are.
 
@@ -95,7 +116,7 @@ class Engine:
     def __init__(
         self, slowdowns: Mapping[str, float], carried: Carried, host_ns: int = 0, kind: str = "forward"
     ) -> None:
-        """slowdowns: of compute while a collective is in flight, by communication stream; 1.0 is not listed."""
+        """slowdowns: of compute while a collective is in flight, by level of links; 1.0 is not listed."""
         self.tasks: list[Task] = [(COMPUTE, "", -carried.last_ns, 0, "")]
         self.waited: dict[str, int] = defaultdict(int)  # kind of task waited for -> compute's idle time
         self.allocations: list[Change] = []
@@ -103,6 +124,7 @@ class Engine:
         self.last = LAST  # the compute stream's latest task
         self.links: dict[str, int] = dict(carried.links)
         self.in_flight = list(carried.in_flight)
+        self.moved: dict[int, tuple[int, int]] = {}  # of what was carried
         self._slowdowns = slowdowns
         self.num_carried = 1
         self.host_ns = host_ns  # until when the host is busy launching what was submitted
@@ -170,11 +192,12 @@ class Engine:
             self.has_met, self._unmet_ns, self._met_ns = True, 0, self.free_ns
         if others is not None:
             start = others(start)
-        end = start + duration_ns
+        level = level_of(link)
+        end = start + duration_ns if level == link else self._shared_end(link, start, duration_ns)
         self.links[link] = end
-        slowdown = self._slowdowns.get(link)
-        if slowdown is not None:
-            self.in_flight.append((start, end, slowdown))
+        slowdown = self._slowdowns.get(level)
+        if slowdown is not None or level != link:
+            self.in_flight.append((start, end, slowdown or 1.0, link))
         tasks.append((link, name, start, end, kind))
         return len(tasks) - 1
 
@@ -184,7 +207,7 @@ class Engine:
         left, now = float(duration_ns), start
         pending = [span for span in self.in_flight if span[1] > start]
         self.in_flight = pending  # compute starts in order: what ended before is of no more use
-        for begin, end, slowdown in sorted(pending):
+        for begin, end, slowdown, _ in sorted(pending):
             begin, end = max(begin, now), max(end, now)
             if left <= begin - now:
                 break
@@ -195,6 +218,37 @@ class Engine:
             left -= (end - now) / slowdown
             now = end
         return now + round(left)
+
+    def _shared_end(self, link: str, start: int, duration_ns: int) -> int:
+        """When a collective ends that shares its level with those of other streams, which are delayed."""
+        level = level_of(link)
+        beside = [
+            span for span in self.in_flight if span[1] > start and span[3] != link and level_of(span[3]) == level
+        ]  # fmt: skip
+        if not beside or not duration_ns:
+            return start + duration_ns
+        beside.sort()
+        end, later = shared(start, duration_ns, [(span[3], span[0], span[1]) for span in beside])
+        moved = {(old[3], old[1]): new for old, new in zip(beside, later, strict=True) if new[1] != old[1]}
+        if moved:
+            self.in_flight = [(*moved.get((span[3], span[1]), span[:2]), *span[2:]) for span in self.in_flight]
+            for (other, _), (_, new) in moved.items():
+                self.links[other] = max(new, self.links.get(other, 0))
+            self._move(moved)
+        return end
+
+    def _move(self, moved: Mapping[tuple[str, int], tuple[int, int]]) -> None:
+        """By stream and end, when collectives are under way; among them those that an earlier pass or part began."""
+        ends = {old: new for (_, old), new in moved.items()}
+        for number, (stream, name, _, end, kind) in enumerate(self.tasks):
+            if (stream, end) in moved:
+                self.tasks[number] = stream, name, *moved[stream, end], kind
+            elif not stream and end in ends:
+                self.tasks[number] = stream, name, 0, ends[end][1], kind
+        for old, (_, new) in self.moved.items():
+            self.moved[old] = ends.get(new, self.moved[old])
+        for old, new_span in ends.items():
+            self.moved.setdefault(old, new_span)
 
     def later(self, first: int, second: int) -> int:
         """The task that ends later."""
@@ -217,3 +271,67 @@ class Engine:
         """Memory given back at a moment of a task's end."""
         if num_bytes:
             self.allocations.append((self.tasks[task][3], -num_bytes, kind, moment))
+
+
+def busy_ns(tasks: Iterable[Task]) -> dict[str, int]:
+    """How long the compute stream works in some tasks, and each level of links, of which queues share a level."""
+    busy: dict[str, int] = defaultdict(int)
+    until: dict[str, int] = {}
+    for stream, _, start, end, _ in sorted(tasks, key=_start_of):
+        level = level_of(stream)
+        since = max(start, until.get(level, start))
+        if end > since:
+            busy[level] += end - since
+            until[level] = end
+    return busy
+
+
+def _start_of(task: Task) -> int:
+    return task[2]
+
+
+def shared(
+    start_ns: int, duration_ns: int, beside: Sequence[tuple[str, int, int]]
+) -> tuple[int, list[tuple[int, int]]]:  # fmt: skip
+    """Processor sharing of a link: when a collective ends that takes so long alone and starts then, and when those of
+    other streams start and end that are beside it, given by their streams, starts and ends, in order.
+
+    n others that are under way have 1/n of the link each, and 1/(n + 1) with the new one. Each stream's next one starts
+    when it was to, and the one before has ended.
+    """
+    now, left = float(start_ns), float(duration_ns)
+    queues: dict[str, list[tuple[int, float, float]]] = {}  # by stream: number, start, how long it would be under way
+    for number, (stream, planned, ended) in enumerate(beside):
+        queues.setdefault(stream, []).append((number, planned, ended - max(planned, now)))
+    found = [(planned, ended) for _, planned, ended in beside]
+    while left > _SOON_NS:
+        active = [queue for queue in queues.values() if queue and queue[0][1] <= now]
+        coming = [queue[0][1] - now for queue in queues.values() if queue and queue[0][1] > now]
+        count = len(active)
+        step = min([left * (count + 1), *coming, *(queue[0][2] * (count + 1) / count for queue in active)])
+        now, left = now + step, left - step / (count + 1)
+        for queue in active:
+            number, begin, rest = queue.pop(0)
+            rest -= step * count / (count + 1)
+            if rest > _SOON_NS:
+                queue.insert(0, (number, begin, rest))
+            else:
+                _end(found, number, begin, now, queue)
+    end = round(now)
+    for queue in queues.values():
+        while queue:
+            number, begin, rest = queue.pop(0)
+            _end(found, number, begin, max(begin, now) + rest, queue)
+    return end, found
+
+
+_SOON_NS = 1e-3
+
+
+def _end(
+    found: list[tuple[int, int]], number: int, begin: float, end: float, queue: list[tuple[int, float, float]]
+) -> None:  # fmt: skip
+    """Notes an end, before which the stream's next one does not start."""
+    found[number] = round(begin), round(end)
+    if queue and queue[0][1] < end:
+        queue[0] = queue[0][0], end, queue[0][2]

@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import NamedTuple
 
-from autopar.cost.memory import is_view, passes_gradient, saved_values
+from autopar.cost.memory import is_view, passes_gradient, saved_values, viewed_gradients
 from autopar.ir.graph import Graph, Node, Scope
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement, Shape, evenly, local_shape
@@ -42,11 +42,13 @@ from autopar.simulate.conversions import Moves, Way
 
 
 class NodeFacts(NamedTuple):
-    """Whether results share the operand's memory, the positions of operands whose gradients do, what autograd saves."""
+    """Whether results share the operand's memory, the positions of operands whose gradients do, what autograd saves,
+    and the positions of operands whose gradients are views of what the operator makes."""
 
     is_view: bool
     passing: tuple[int, ...]
     saved: tuple[Saved, ...]
+    viewed: tuple[int, ...]
 
 
 class GraphFacts:
@@ -99,7 +101,9 @@ def _twins(graph: Graph, blocks: tuple[tuple[str, ...], ...]) -> dict[str, tuple
 
 def _node_facts(node: Node, graph: Graph, device_type: str) -> NodeFacts:
     passing = tuple(position for position, passes in enumerate(passes_gradient(node, graph)) if passes)
-    return NodeFacts(is_view(node, graph), passing, saved_values(node, graph, device_type))
+    return NodeFacts(
+        is_view(node, graph), passing, saved_values(node, graph, device_type), viewed_gradients(node, graph)
+    )
 
 
 _known: dict[tuple[int, str], tuple[weakref.ref[Graph], GraphFacts]] = {}

@@ -8,8 +8,9 @@ autograd saved it: then after the backward of the first item (in forward order) 
 nothing but what enters it is kept; when the backward pass first needs something of it, its items run again and their
 memory lives as without recomputation. Of operators that run again by themselves nothing is kept for others either.
 Gradients of activations live from the first reader's backward to that of the maker. A backward pass in two parts keeps
-everything for the second, since autograd gives back nothing of a graph that is still asked for, and the gradients of
-what operators with a gradient of their own make.
+what is saved for the second, since autograd gives back nothing of a graph that is still asked for, and the gradients of
+what operators with a gradient of their own make. The second begins at these operators: what is saved behind the last of
+them, as by a loss, is given back when the first has ended and drops the results that it began at.
 
 Directions: what the items of a stage do in its backward pass, or in one of the two parts of it.
 """
@@ -21,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.cost.compute import copy_time_ns, pointwise_time_ns
@@ -151,7 +152,8 @@ class Lifetimes:
 
     backward, gradients: by direction, the whole pass and its two parts. received: bytes of the gradients that come from
     other stages, which are kept until the pass has ended; left_bytes: of a part, given back in an earlier one, with the
-    next item that runs in the second part of the backward pass.
+    next item that runs in the second part of the backward pass; dropped_bytes: what is given back when the first part
+    of the backward pass has ended, since the second asks for nothing that is behind it.
     """
 
     forward: Changes = field(default_factory=Changes)
@@ -160,10 +162,12 @@ class Lifetimes:
     gradients: dict[str, Changes] = field(default_factory=lambda: defaultdict(Changes))
     received: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     left_bytes: int = 0
+    dropped_bytes: int = 0
 
 
-Buffers = dict[int, list[int]]
-"""By value, the buffer of its gradient: bytes, readers, and the first item that reads it in the second part, or −1."""
+Buffers = dict[int, list[Any]]
+"""By value, the buffer of its gradient: bytes, readers, the first item that reads it in the second part, or −1, and
+whether it is a view of what a product made, which autograd adds nothing to in place."""
 
 IN_LATER_PART = 1 << 60  # instead of the item's number
 
@@ -173,11 +177,12 @@ class Unsupported(Exception):
 
 
 def find_lifetimes(
-    program: LocalProgram, trains: bool, buffers: Buffers, own: Collection[int], left_bytes: int = 0
+    program: LocalProgram, trains: bool, buffers: Buffers, own: Collection[int], left_bytes: int = 0,
+    is_asked: bool = False,
 ) -> Lifetimes:  # fmt: skip
     """Plans the memory of one microbatch. own: the part's items, whose others stand for what is outside of it; buffers:
     of gradients when its backward pass begins, and after the call when it has ended; left_bytes: as in `Lifetimes`, of
-    later parts."""
+    later parts; is_asked: a later part has items of the second part of the backward pass."""
     lifetimes = Lifetimes()
     if left_bytes and program.own_in_order:
         lifetimes.backward[BACKWARD_WEIGHT].given[program.own_in_order[-1]] += left_bytes
@@ -192,12 +197,12 @@ def find_lifetimes(
     for storage, memory in enumerate(program.memory):
         if memory.owner >= 0 and memory.num_bytes:
             uses = readers[storage], savers[storage], frames.end(memory.owner, readers[storage])
-            _place(lifetimes, program, entries, memory.owner, memory.num_bytes, *uses)
+            _place(lifetimes, program, entries, memory.owner, memory.num_bytes, *uses, is_asked)
     for number, item in enumerate(program.items):
         if trains and item.runs_backward and item.extra_bytes:
-            _place(lifetimes, program, entries, number, item.extra_bytes, [number], [number], number)
+            _place(lifetimes, program, entries, number, item.extra_bytes, [number], [number], number, is_asked)
         if trains and item.runs_backward and item.number_bytes:
-            _place_number(lifetimes, program, number, item.number_bytes, ends)
+            _place_number(lifetimes, program, number, item.number_bytes, ends, is_asked)
     if trains and program.splits:  # each gradient is made in one of the two
         for name, numbers in ((BACKWARD_INPUT, program.led), (BACKWARD_WEIGHT, program.own)):
             made = {
@@ -275,7 +280,7 @@ def _uses(program: LocalProgram, trains: bool) -> tuple[dict[int, list[int]], di
 
 def _place(
     lifetimes: Lifetimes, program: LocalProgram, entries: dict[int, int], owner: int, size: int, readers: list[int],
-    savers: list[int], returned: int,
+    savers: list[int], returned: int, is_asked: bool,
 ) -> None:  # fmt: skip
     """One piece of memory: kept from the forward pass, or made again in its region, or both.
 
@@ -292,43 +297,47 @@ def _place(
         inside, kept = inside + kept, []
     lifetimes.forward.taken[owner] += size
     if kept:
-        _give_back(lifetimes, program, size, kept)
+        _give_back(lifetimes, program, size, kept, is_asked)
     else:
         lifetimes.forward.given[max(*readers, returned)] += size
     if region < 0:
         return
     lifetimes.recompute.taken[owner] += size
     if inside:
-        _give_back(lifetimes, program, size, inside)
+        _give_back(lifetimes, program, size, inside, is_asked)
     else:
         held = [n for n in (*readers, returned) if items[n].region == region]
         lifetimes.recompute.given[max(held)] += size
 
 
-def _place_number(lifetimes: Lifetimes, program: LocalProgram, number: int, size: int, ends: Mapping[int, int]) -> None:
+def _place_number(
+    lifetimes: Lifetimes, program: LocalProgram, number: int, size: int, ends: Mapping[int, int], is_asked: bool
+) -> None:
     """A saved number is kept from the forward pass, and in a region once more while that runs again.
 
     ends: the last item of each region.
     """
     lifetimes.forward.taken[number] += size
-    _give_back(lifetimes, program, size, [number])
+    _give_back(lifetimes, program, size, [number], is_asked)
     region = program.items[number].region
     if region >= 0:
         lifetimes.recompute.taken[number] += size
         lifetimes.recompute.given[ends[region]] += size
 
 
-def _give_back(lifetimes: Lifetimes, program: LocalProgram, size: int, needing: list[int]) -> None:
-    """After the backward of all items that need it. Of a pass in two parts, autograd keeps for the second what it keeps
-    at all: then with the next item from there on that runs in it."""
+def _give_back(lifetimes: Lifetimes, program: LocalProgram, size: int, needing: list[int], is_asked: bool) -> None:
+    """After the backward of all items that need it. Of a pass in two parts, autograd keeps for the second what it can
+    come to from where that begins: then with the next item from there on that runs in it."""
     first, own = min(needing), program.own_in_order
     if not program.splits:
         lifetimes.backward[BACKWARD].given[first] += size
     elif first < program.end:  # else a later part does
         place = bisect_right(own, first) - 1
-        if place < 0 and program.begins and not (own or program.is_all):
+        if first in program.led and place == len(own) - 1 and first not in program.own and not is_asked:
+            lifetimes.dropped_bytes += size
+        elif place < 0 and program.begins and not (own or program.is_all):
             raise Unsupported("what a part saves is given back in a later one")
-        if place < 0 and not program.begins:
+        elif place < 0 and not program.begins:
             lifetimes.left_bytes += size
         else:
             lifetimes.backward[BACKWARD_WEIGHT].given[own[max(0, place)] if own else first] += size
@@ -360,7 +369,7 @@ def _place_gradients(
             _release(shared, number, lifetimes, changes)
 
 
-def _release(shared: list[int], number: int, lifetimes: Lifetimes, changes: Changes) -> None:
+def _release(shared: list[Any], number: int, lifetimes: Lifetimes, changes: Changes) -> None:
     """One reader less of a buffer. The last one gives it back, unless the second part reads it, too."""
     shared[1] -= 1
     if shared[1] == 0 and shared[2] == IN_LATER_PART:
@@ -381,7 +390,7 @@ def _receive(
     if not made.wants_gradient or made.slot >= 0 or made.item < 0:
         return 0
     changes.taken[number] += made.num_bytes
-    buffer.setdefault(value, [made.num_bytes if stays else 0, 1, -1])
+    buffer.setdefault(value, [made.num_bytes if stays else 0, 1, -1, False])
     return 0 if stays else made.num_bytes
 
 
@@ -390,10 +399,10 @@ def _contribute(
     item: Item,
     number: int,
     value: int,
-    held: list[list[int]],
+    held: list[list[Any]],
     buffer: Buffers,
     changes: Changes,
-) -> list[int] | None:
+) -> list[Any] | None:
     """What an item adds to the gradient of a value. Returns a buffer that it is no more in, since others read that."""
     made = program.values[value]
     if not made.wants_gradient or made.slot >= 0 or made.item < 0:
@@ -401,21 +410,22 @@ def _contribute(
     size = item.gradient_bytes or made.num_bytes
     if value in buffer and buffer[value][0] == 0:  # added to what has come from another stage, in new memory
         changes.taken[number] += size
-        buffer[value] = [size, 1, -1]
+        buffer[value] = [size, 1, -1, False]
     elif value in buffer and (buffer[value][1] > 1 or buffer[value][2] >= 0):
-        old, buffer[value] = buffer[value], [size, 1, -1]
+        old, buffer[value] = buffer[value], [size, 1, -1, False]
         changes.taken[number] += size
         return old
-    elif value in buffer:  # added to what is there, from memory that is given back at once
-        if value not in item.passing:
-            changes.taken[number] += size
-            changes.given[number] += size
+    elif value in buffer:  # added to what is there, or in new memory, from memory that is given back at once
+        passing = (0 if value in item.passing else size) + (size if buffer[value][3] else 0)
+        changes.taken[number] += passing
+        changes.given[number] += passing
+        buffer[value][3] = False
     elif value in item.passing and held:
         held[0][1] += 1
         buffer[value] = held[0]
     else:
         changes.taken[number] += size
-        buffer[value] = [size, 1, -1]
+        buffer[value] = [size, 1, -1, value in item.viewed]
     return None
 
 

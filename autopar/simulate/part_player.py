@@ -191,7 +191,7 @@ class PartPlayer(Player):
             value for item in items[NUM_BEFORE : part.end] for value in item.inputs if value < lowered.num_entering
         }))  # fmt: skip
         self.recomputes = any(item.region >= 0 for item in items[NUM_BEFORE : part.end])
-        self.levels = self._levels()
+        self.links = self._links()
         self.meets = any(map(meets, items[NUM_BEFORE : part.end]))
         # whether collectives may begin before the part does
         self.looks_back = dict.fromkeys((FORWARD, *part.directions), is_alone)
@@ -242,13 +242,13 @@ class PartPlayer(Player):
         ]  # fmt: skip
         return Bucket(numbers, bucket.transmissions, bucket.convert_ns)
 
-    def _levels(self) -> tuple[str, ...]:
-        """The levels of links that something is sent on."""
+    def _links(self) -> tuple[str, ...]:
+        """The queues of links that something is sent on."""
         items = self.program.items[NUM_BEFORE : self.part.end]
         sent = [one for item in items for one in (*item.forward, *item.backward, *item.inner, *item.inner_backward)]
         sent += [one for share in self.shares for one in share.transmissions]
         sent += [one for buckets in self.orders.gathers.values() for bucket in buckets for one in bucket.transmissions]
-        return tuple(sorted(self.overlap.links({one.level for one in sent})))
+        return tuple(sorted({link for one in sent for link in self._queues.links(one)}))
 
     def _completing(self) -> dict[int, list[int]]:
         """By item, the shares that it completes, in the order in which they go home: a branch hands out all gradients

@@ -8,14 +8,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from autopar.clock import worked
 from autopar.cost import Profile
 from autopar.ir.branches import Coordinates
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, StagePlan
-from autopar.ir.schedule import BACKWARD, DIRECTIONS, FORWARD
-from autopar.simulate.engine import Carried, Change, Flight, Moment
+from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, DIRECTIONS, FORWARD
+from autopar.simulate.engine import COMPUTE, Carried, Change, Flight, Moment, Moved, after_moves
 from autopar.simulate.part_player import (
     FOLLOWING,
     PRECEDING,
@@ -278,11 +279,13 @@ class _PartedPass:
         """What of the streams a part depends on."""
         now, looks_back = self.now, player.looks_back[kind.name]
         if looks_back:
-            links = tuple([(link, max(self.links.get(link, 0), 0) - now) for link in player.levels])
+            links = tuple([(link, max(self.links.get(link, 0), 0) - now) for link in player.links])
         else:
             links = tuple([(link, end - now) for link, end in sorted(self.links.items()) if end > now])
         flights = self.in_flight
-        in_flight = tuple([(a - now, b - now, slow) for a, b, slow in flights if b > now]) if flights else ()
+        in_flight = (
+            tuple([(a - now, b - now, slow, link) for a, b, slow, link in flights if b > now]) if flights else ()
+        )
         host = self.busy - now if self.host else LONG_AGO if looks_back else 0
         return self.last - now, host, self.waiting if self.host else "", links, in_flight
 
@@ -333,7 +336,9 @@ class _PartedPass:
             self.busy = self.now + known.host_ns
         for link, end in done.links.items():
             self.links[link] = max(begin + end, self.links.get(link, 0))
-        self.in_flight = [(begin + a, begin + b, slow) for a, b, slow in done.in_flight]
+        self.in_flight = [(begin + a, begin + b, slow, link) for a, b, slow, link in done.in_flight]
+        if done.moved:
+            self._move({begin + old: (begin + start, begin + end) for old, (start, end) in done.moved.items()})
         if known.home:
             self.home += [(begin + end, kind) for end, kind in known.home]
         self.awaited = tuple([(begin + end, cause) for end, cause in known.awaited]) if known.awaited else ()
@@ -344,6 +349,29 @@ class _PartedPass:
             self._take_gathered(number, player, known, begin)
         elif self.arriving[number]:
             self.arriving[number] = {}
+
+    def _move(self, moved: Moved) -> None:
+        """What was under way when a part began ends later, since it has shared its links with what the part sent."""
+        self.home = [(after_moves(end, moved), kind) for end, kind in self.home]
+        for found in (*self.ready, *self.arrived):
+            found.update({value: (moved[end][1], cause) for value, (end, cause) in found.items() if end in moved})
+        for units in self.arriving:
+            for unit, ends in units.items():
+                units[unit] = [(after_moves(end, moved), size) for end, size in ends]
+        left = set(moved)
+        for place in range(len(self.pieces) - 2, -1, -1):  # but for the one that moved them
+            if not left:
+                break
+            begin, done, rename = self.pieces[place]
+            own = {task[3] + begin for task in done.tasks if task[0] != COMPUTE} & left
+            if own:
+                tasks = [
+                    (name, what, *_since(moved[end + begin], begin), kind)
+                    if name != COMPUTE and end + begin in own else (name, what, start, end, kind)
+                    for name, what, start, end, kind in done.tasks
+                ]  # fmt: skip
+                self.pieces[place] = begin, replace(done, tasks=tasks), rename
+                left -= own
 
     def _take_gathered(self, number: int, player: PartPlayer, known: Exit, begin: int) -> None:
         self.arriving[number] = _arriving(known, known.live, begin)
@@ -500,6 +528,9 @@ class _PartedPass:
         received = sum([player.part.received_bytes.get(kind.name, 0) for player in self.players])
         if received:
             self.changes.append((self.last, -received, "activation gradients", Moment.START))
+        dropped = sum([player.part.lifetimes.dropped_bytes for player in self.players])
+        if dropped and kind.name == BACKWARD_INPUT:
+            self.changes.append((self.last, -dropped, "activations", Moment.START))
 
     def _play_backward(
         self, number: int, player: PartPlayer, kind: PassKind, gradients: Mapping[int, Ends], transient: frozenset[int],
@@ -584,6 +615,10 @@ class _PartedPass:
                 shrinks = player.program.slots[share.slots[0]].shrinks
                 opened[share.way] = max(end, own), (*members, (number, share.slots)) if shrinks else ()
         self.open = opened
+
+
+def _since(span: tuple[int, int], begin: int) -> tuple[int, int]:
+    return span[0] - begin, span[1] - begin
 
 
 def _by_part(found: frozenset[tuple[int, int]], count: int) -> list[frozenset[int]]:

@@ -105,12 +105,14 @@ class KeptBefore(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients that later parts have made: by value the buffer, −1 for none; of each buffer its bytes, readers, and
-    whether the second part of the backward pass has read it."""
+    """Gradients that later parts have made: by value the buffer, −1 for none; of each buffer its bytes, readers,
+    whether the second part of the backward pass has read it, and whether it is a view of what a product made. is_asked:
+    whether they have items of that second part."""
 
     buffer_of: tuple[int, ...] = ()
-    buffers: tuple[tuple[int, int, bool], ...] = ()
+    buffers: tuple[tuple[int, int, bool, bool], ...] = ()
     left_bytes: int = 0  # see `Lifetimes`
+    is_asked: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -403,10 +405,11 @@ class PartLowering(Lowering):
         orders = find_orders(program, self.profile)
         buffers = _buffers(lowered, gradients)
         own = range(NUM_BEFORE, end)
-        lifetimes = find_lifetimes(program, self.trains, buffers, own, gradients.left_bytes)
+        lifetimes = find_lifetimes(program, self.trains, buffers, own, gradients.left_bytes, gradients.is_asked)
         directions = find_directions(program, orders, lifetimes, own) if self.trains else {}
         freed = sum(size for number, size in lifetimes.forward.given.items() if number >= end)
-        before = _gradients(lowered, buffers)._replace(left_bytes=lifetimes.left_bytes)
+        is_asked = gradients.is_asked or not program.own.isdisjoint(own)
+        before = _gradients(lowered, buffers)._replace(left_bytes=lifetimes.left_bytes, is_asked=is_asked)
         return Part(program, orders, lifetimes, directions, marked, end, freed, lifetimes.received, before)
 
 
@@ -498,14 +501,17 @@ def kept_after(marked: Marked, before: KeptBefore) -> KeptBefore:
 
 
 def _buffers(lowered: Lowered, gradients: Gradients) -> Buffers:
-    made = [[size, readers, IN_LATER_PART if is_read else -1] for size, readers, is_read in gradients.buffers]
+    made = [
+        [size, readers, IN_LATER_PART if is_read else -1, is_view]
+        for size, readers, is_read, is_view in gradients.buffers
+    ]
     pairs = zip(lowered.leaving, gradients.buffer_of, strict=True)
     return {n: made[number] for n, number in pairs if number >= 0}
 
 
 def _gradients(lowered: Lowered, buffers: Buffers) -> Gradients:
     numbers: dict[int, int] = {}
-    found, buffer_of = list[tuple[int, int, bool]](), list[int]()
+    found, buffer_of = list[tuple[int, int, bool, bool]](), list[int]()
     for n in range(lowered.num_entering):
         buffer = buffers.get(n)
         if buffer is None:
@@ -513,7 +519,7 @@ def _gradients(lowered: Lowered, buffers: Buffers) -> Gradients:
             continue
         if id(buffer) not in numbers:
             numbers[id(buffer)] = len(found)
-            found.append((buffer[0], buffer[1], buffer[2] >= 0))
+            found.append((buffer[0], buffer[1], buffer[2] >= 0, buffer[3]))
         buffer_of.append(numbers[id(buffer)])
     return Gradients(tuple(buffer_of), tuple(found))
 

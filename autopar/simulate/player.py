@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -25,7 +25,19 @@ from typing import Any, NamedTuple
 from autopar.cost import Profile
 from autopar.ir.schedule import BACKWARD_INPUT, FORWARD
 from autopar.runtime.packing import LIMITS, MAX_IN_FLIGHT, Limits
-from autopar.simulate.engine import COMPUTE, LAST, NOTHING_SENT, Carried, Change, Engine, Flight, Moment, Sent, Task
+from autopar.simulate.engine import (
+    COMPUTE,
+    LAST,
+    NOTHING_SENT,
+    Carried,
+    Change,
+    Engine,
+    Flight,
+    Moment,
+    Moved,
+    Sent,
+    Task,
+)
 from autopar.simulate.orders import BackwardStep, Changes, Direction, Lifetimes, Orders
 from autopar.simulate.program import Bucket, Item, LocalProgram, Slot, Transmission
 from autopar.simulate.sharing import Share
@@ -34,7 +46,7 @@ BEGUN = "begun"  # marks a bucket that another part has begun, in the name of wh
 UNDER_WAY = "gradients under way"
 IN_CHUNKS = ("all_gather", "reduce_scatter")  # collectives that products can be computed beside, chunk by chunk
 STOPPING = ("activation", "operator")  # purposes of collectives that the rank does not go on beside
-APART = "for weights"  # in the name of a link's second queue
+STOPS, APART = "for activations", "for weights"  # in the names of a link's queues
 ROOT = 0  # the unit of parameters that belong to no block
 LEAVE_GRADIENTS = (FORWARD, BACKWARD_INPUT)  # passes that make no gradients of stored tensors
 
@@ -88,15 +100,6 @@ class Overlap(NamedTuple):
         """What travels together."""
         return Limits(1 << 62, self.bucket_bytes, self.bucket_bytes) if self.bucket_bytes else LIMITS
 
-    def link(self, level: str, purpose: str) -> str:
-        """The queue of what is sent."""
-        return level if purpose in STOPPING or not self.queues_apart else f"{level} {APART}"
-
-    def links(self, levels: Iterable[str]) -> Iterator[str]:
-        """All queues of some levels."""
-        yield from levels
-        yield from (f"{level} {APART}" for level in levels if self.queues_apart)
-
     def inside(self, sent: Sequence[Transmission]) -> Sequence[Transmission]:
         """Of what an operator sends, what is left."""
         if self.balances or all(one.collective != "ring" for one in sent):
@@ -107,12 +110,37 @@ class Overlap(NamedTuple):
 AS_EMITTED = Overlap()
 
 
-def slowdowns_of(profile: Profile, overlap: Overlap) -> Mapping[str, float]:
-    """Of compute while something is sent, by queue."""
-    known = profile.slowdowns
-    if not overlap.queues_apart:
-        return known
-    return {link: times for level, times in known.items() for link in overlap.links((level,))}
+class Queues(Enum):
+    """What queues behind each other on a level of links; queues of one level share it (`engine.shared`).
+
+    LEVEL: all that is sent. PURPOSE: what stops a rank, and gradients with parameters. AXIS: what is sent along one
+    mesh axis: torch's ProcessGroupNCCL has a communicator and a stream for each process group, and the runtime a group
+    for each axis; on that stream a collective waits for what the rank has launched before, not for other groups'.
+    Gloo's groups have threads of their own, too, but these share the rank's cores, by which CPUs' links are measured.
+    """
+
+    LEVEL = "level"
+    PURPOSE = "purpose"
+    AXIS = "axis"
+
+    def link(self, sent: Transmission, purpose: str) -> str:
+        """The queue of what is sent."""
+        if self is Queues.AXIS:
+            return f"{sent.level} axis {sent.axis}"
+        if self is Queues.PURPOSE:
+            return f"{sent.level} {STOPS if purpose in STOPPING else APART}"
+        return sent.level
+
+    def links(self, sent: Transmission) -> tuple[str, ...]:
+        """The queues that it may be in."""
+        return tuple([self.link(sent, purpose) for purpose in ("activation", "parameter")])
+
+
+def queues_of(profile: Profile, overlap: Overlap) -> Queues:
+    """What queues behind each other where a software runs on a device."""
+    if overlap.queues_apart:
+        return Queues.PURPOSE
+    return Queues.AXIS if profile.device_type == "cuda" else Queues.LEVEL
 
 
 class PassKind(NamedTuple):
@@ -225,6 +253,7 @@ class Played(_Unmet):
     last_ns: int
     unmet_ns: int
     has_met: bool
+    moved: Moved = field(default_factory=dict)  # of what was under way when it began
 
     @cached_property
     def rise_bytes(self) -> int:
@@ -281,6 +310,7 @@ def finished(engine: Engine, sent: dict[str, int], along: dict[tuple[int, str], 
         tasks[engine.num_carried :], engine.allocations, dict(engine.waited), dict(spent), sent, along, length,
         engine.links, [span for span in engine.in_flight if span[1] > length],
         tasks[engine.last][3] - tasks[engine.last][2], engine.unmet_ns, engine.has_met,
+        engine.moved,
     )  # fmt: skip
 
 
@@ -329,7 +359,7 @@ class Player:
     def __init__(self, program: LocalProgram, profile: Profile, orders: Orders, overlap: Overlap) -> None:
         self.program, self.orders, self.overlap = program, orders, overlap
         self._collective_ns = profile.host.collective_ns if profile.host else 0
-        self._slowdowns = slowdowns_of(profile, overlap)
+        self._slowdowns, self._queues = profile.slowdowns, queues_of(profile, overlap)
         self._number = {slot.value: number for number, slot in enumerate(program.slots)}
 
     def start(self, kind: PassKind, engine: Engine, meet: Meet | None) -> None:
@@ -502,7 +532,7 @@ class Player:
                 duration_ns //= sent.num_ranks
             kind = f"{purpose} {sent.collective}"
             before = tasks[-1:] or after
-            link = self.overlap.link(sent.level, purpose)
+            link = self._queues.link(sent, purpose)
             others = None if self._meet is None else partial(self._meet, sent.axis)
             task = self.engine.transmit(
                 link, name, kind, duration_ns, before, self._collective_ns, others, sent.waits if stops else None,

@@ -140,6 +140,7 @@ class Item:
     inner: tuple[Transmission, ...] = ()  # what an operator sends inside its forward pass
     inner_backward: tuple[Transmission, ...] = ()
     passing: frozenset[int] = frozenset()  # inputs whose gradient is the result's own, in the same memory
+    viewed: frozenset[int] = frozenset()  # inputs whose gradient is a view of what the operator makes
     workspace: tuple[int, int] = (0, 0)  # bytes taken for a while, forward and backward
     gradient_bytes: int = 0  # of the memory that its operand's gradient lies in; 0: as many as the gradient has
     saved: tuple[int, ...] = ()  # storages
@@ -655,6 +656,7 @@ class Lowering:
                 issue_ns=price.issue_ns,
                 split=price.split,
                 passing=passing - summed,
+                viewed=frozenset([inputs[position] for position in facts.viewed]),
                 workspace=(price.workspace[0], price.workspace[1] + summing_bytes),
                 inner=price.inner,
                 inner_backward=price.inner_backward,

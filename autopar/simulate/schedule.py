@@ -120,7 +120,9 @@ class Submesh:
 
     def carried(self, now: int) -> Carried:
         links = tuple(sorted((link, end - now) for link, end in self.links.items() if end > now))
-        in_flight = tuple((begin - now, end - now, slow) for begin, end, slow in self.in_flight if end > now)
+        in_flight = tuple(
+            (begin - now, end - now, slow, link) for begin, end, slow, link in self.in_flight if end > now
+        )
         return Carried(links, in_flight, self.last_ns, self.unmet_ns)
 
     def take(self, done: Pass, begin: int, label: str) -> None:
@@ -129,7 +131,9 @@ class Submesh:
         self.last_ns = done.last_ns
         self.unmet_ns = done.unmet_after(self.unmet_ns)
         self.links.update((link, begin + end) for link, end in done.links.items())
-        self.in_flight = [(begin + a, begin + b, slow) for a, b, slow in done.in_flight if b > done.length_ns]
+        self.in_flight = [
+            (begin + a, begin + b, slow, link) for a, b, slow, link in done.in_flight if b > done.length_ns
+        ]
         for at, played, rename in done.pieces:
             self.pieces.append(TimelinePiece(begin + at, label, played.tasks, played.allocations, rename))
             self.played[played] += 1

@@ -21,7 +21,7 @@ import numpy as np
 from autopar.clock import worked
 from autopar.ir.plan import Breakdown, Prediction
 from autopar.ir.writing import write_whole
-from autopar.simulate.engine import Change, Moment, Sent, Task
+from autopar.simulate.engine import Change, Moment, Sent, Task, busy_ns
 from autopar.tunables import PEAK_S
 from autopar.views import view
 
@@ -320,13 +320,13 @@ class Timeline:
         )
 
     def work_ns(self) -> dict[Stream, int]:
-        """How long each stream was busy."""
+        """How long each compute stream was busy, and each level of links."""
         busy: dict[Stream, int] = defaultdict(int)
         known: dict[int, dict[str, int]] = {}
         for lane in self.lanes:
             for piece in lane.played:
                 if id(piece.tasks) not in known:
-                    known[id(piece.tasks)] = _work(piece.tasks)
+                    known[id(piece.tasks)] = busy_ns(piece.tasks)
                 for stream, spent in known[id(piece.tasks)].items():
                     busy[lane.ranks.start, stream] += spent
         return dict(busy)
@@ -347,19 +347,12 @@ class Timeline:
 
 
 def predict(timeline: Timeline) -> Prediction:
-    """The plan's prediction; the bound is the busiest stream's work, which no overlap can beat."""
+    """The plan's prediction; the bound is the busiest stream's or link level's work, which no overlap beats."""
     return Prediction(
         step_time_ns=timeline.step_time_ns,
-        lower_bound_ns=max(timeline.work_ns().values(), default=0),
+        lower_bound_ns=min(timeline.step_time_ns, max(timeline.work_ns().values(), default=0)),
         peak_bytes=timeline.peak_bytes,
         comm_bytes=dict(timeline.comm_bytes),
         breakdown=timeline.breakdown,
         memory=dict(timeline.memory_at_peak),
     )
-
-
-def _work(tasks: list[Task]) -> dict[str, int]:
-    busy: dict[str, int] = defaultdict(int)
-    for stream, _, start, end, _ in tasks:
-        busy[stream] += end - start
-    return busy

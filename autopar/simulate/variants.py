@@ -40,7 +40,7 @@ from autopar.simulate.parts import (
     kept_after,
     ways_of,
 )
-from autopar.simulate.player import AS_EMITTED, Meet, Overlap, Pass, Played, Player, finished, first_read, slowdowns_of
+from autopar.simulate.player import AS_EMITTED, Meet, Overlap, Pass, Played, Player, finished, first_read
 from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, OtherLane, PriceTable, StoredPrice, Transmission
 from autopar.simulate.segments import Differences, Key, Numbers, Segment, known_segments
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways
@@ -119,7 +119,7 @@ class Variants:
         such stages; the rest as in `Lowering`."""
         self.graph, self.profile, self.is_stage = graph, profile, graph.ends is not None
         self._overlap, self.known = overlap, known or KnownParts(limits=overlap.packing)
-        self.slowdowns = slowdowns_of(profile, overlap)
+        self.slowdowns = profile.slowdowns
         facts, self._numbers = graph_facts(whole, profile.device_type), self.known.numbers
         self.segments = known_segments(whole, graph, facts, frozenset(plan.recompute), is_cut, is_split)
         batched = {name: whole.tensors[name].shape[0] for name in batch_inputs(whole)}

@@ -9,6 +9,10 @@ routed_experts(x, …)  →  routed_experts(x, …, exchange="0:flat:1;4096:two-
 And where experts are sliced over ranks that have tokens of their own, what travels by the load:
 
 routed_experts(x, …)  →  routed_experts(x, …, slices="0:tensor;4096:data")
+
+Or with replicas of the experts that most tokens choose, of which none travel:
+
+routed_experts(x, …)  →  routed_experts(x, …, replicas=2)
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from dataclasses import replace
 
 from autopar.errors import PlanError
 from autopar.ir.exchange_table import MOST_CHUNKS, ExchangeTable
-from autopar.ir.graph import BY_LOAD, SLICES, Graph, Node
+from autopar.ir.graph import BY_LOAD, REPLICAS, SLICES, Graph, Node
 from autopar.ir.slice_table import SliceTable
 from autopar.ops.experts import ROUTED_EXPERTS
 
@@ -26,6 +30,8 @@ RULE, LOAD_RULE = "exchange-in-chunks", "exchange-by-load"
 STATEMENT = "routed experts => the same, whose tokens are exchanged in chunks"
 SLICE_RULE = "slices-by-load"
 SLICE_STATEMENT = "routed experts => the same, of which rows or slices travel as their load asks for"
+REPLICA_RULE = "replicate-experts"
+REPLICA_STATEMENT = "routed experts => the same, of which those with most rows are computed where the tokens are"
 LOAD_STATEMENT = "routed experts => the same, whose tokens are exchanged as their load asks for"
 
 
@@ -50,6 +56,25 @@ def by_slices(graph: Graph, names: Sequence[str], table: str) -> Graph:
     return _with(graph, names, SLICES, SliceTable.parse(table).text)
 
 
+def with_replicas(graph: Graph, names: Sequence[str], replicas: int) -> Graph:
+    """The graph in which every rank that exchanges tokens for these computes so many experts itself, those with most
+    rows. Raises PlanError where there are no more experts than that."""
+    check_replicas(graph, names, replicas)
+    if not replicas:
+        return replace(graph, nodes=tuple(_without(node, REPLICAS) for node in graph.nodes))
+    return _with(graph, names, REPLICAS, replicas)
+
+
+def check_replicas(graph: Graph, names: Sequence[str], replicas: object) -> None:
+    """Raises PlanError unless these have more experts than so many."""
+    fewest = min((int(node.args[7]) for node in graph.nodes if node.name in names), default=1)
+    if type(replicas) is not int or not 0 <= replicas < fewest:
+        raise PlanError(
+            f"expected replicas of 0 to {fewest - 1} of {fewest} experts, found {replicas!r}; with ep=1 every rank has "
+            "all of them"
+        )
+
+
 def check_chunks(chunks: object) -> None:
     """Raises PlanError unless tokens may be exchanged in so many chunks."""
     if type(chunks) is not int or not 1 <= chunks <= MOST_CHUNKS:
@@ -63,5 +88,14 @@ def _with(graph: Graph, names: Sequence[str], key: str, value: object) -> Graph:
     return replace(graph, nodes=tuple(_told(node, key, value) if node.name in names else node for node in graph.nodes))
 
 
+def _without(node: Node, key: str) -> Node:
+    return replace(node, kwargs=tuple(item for item in node.kwargs if item[0] != key))
+
+
 def _told(node: Node, key: str, value: object) -> Node:
-    return replace(node, kwargs=tuple({**dict(node.kwargs), key: value}.items()))
+    """With an argument, in one order whichever was told first."""
+    told = {**dict(node.kwargs), key: value}
+    return replace(node, kwargs=tuple(sorted(told.items(), key=lambda item: _ORDER.get(item[0], 0))))
+
+
+_ORDER = {"chunks": 1, BY_LOAD: 2, SLICES: 3, REPLICAS: 4}

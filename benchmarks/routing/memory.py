@@ -1,13 +1,15 @@
 """A thousand drawn routings on four gloo ranks, against the memory that is predicted at the 99th percentile.
 
-    python -m benchmarks.routing.memory [--draws 1000] [--tracked 14] [--ways] [--output benchmarks/routing/memory]
+    python -m benchmarks.routing.memory [--draws 1000] [--tracked 14] [--ways] [--replicas 2]
+                                        [--output benchmarks/routing/memory]
 
 A step's memory grows with the rows of the busiest rank, which are counted in every draw. Tracked is the peak of a whole
 step (forward, backward, AdamW) of the rank that holds most, by the record of torch's allocator
 (benchmarks/accuracy/lifetimes.py), in the draws with most rows, over all layers: since every other draw has fewer, as
 many draws are above the prediction as there are tracked ones above it. Ends with status 1 where that is more than one
 in a hundred and two standard errors of it, or where all that were tracked are above. With --ways, of a plan on two
-nodes that exchanges tokens by load, each way that a table may say, against the one prediction.
+nodes that exchanges tokens by load, each way that a table may say, against the one prediction. With --replicas, of a
+plan in which every rank has replicas of so many experts, those with most rows.
 """
 
 from __future__ import annotations
@@ -60,16 +62,19 @@ def peaks(rank: int, world: int, source: str, state: dict[str, Any], routing: st
     return found[1:]
 
 
-def measured(routing: autopar.Routing, draws: int, tracked: int, ranks: RankPool, way: str = "") -> dict[str, Any]:
+def measured(
+    routing: autopar.Routing, draws: int, tracked: int, ranks: RankPool, way: str = "", replicas: int = 0
+) -> dict[str, Any]:
     """What is predicted, and what the draws took. way: the one that ranks take, of a plan by load."""
     model = GivenRouting()
     mesh = autopar.Mesh("cpu", 2, WORLD // 2) if way else autopar.Mesh("cpu", devices_per_node=WORLD)
     plan = autopar.template_plan(
-        model, mesh, batch(routing, 0), dp=WORLD, ep=WORLD, routing=routing, exchange="adaptive" if way else "flat"
-    )
+        model, mesh, batch(routing, 0), dp=WORLD, ep=WORLD, routing=routing, exchange="adaptive" if way else "flat",
+        replicas=replicas,
+    )  # fmt: skip
     source = autopar.parallelize(model, mesh, batch(routing, 0), plan=plan).source
     source = re.sub(r"rt\.LoadTable\(\(\(.*?\),\),", f"rt.LoadTable({way},", source) if way else source
-    rows = {draw: busiest_rows(batch(routing, draw)["scores"]) for draw in range(draws)}
+    rows = {draw: busiest_rows(batch(routing, draw)["scores"], replicas) for draw in range(draws)}
     most = sorted(rows, key=lambda draw: -rows[draw])[:tracked]
     results = ranks.run(peaks, source, model_state(model), routing.text, most)
     found = [max(own) for own in zip(*results, strict=True)]
@@ -82,10 +87,16 @@ def measured(routing: autopar.Routing, draws: int, tracked: int, ranks: RankPool
     }  # fmt: skip
 
 
-def busiest_rows(scores: torch.Tensor) -> int:
+def busiest_rows(scores: torch.Tensor, replicas: int) -> int:
     """Rows of the rank that has most of them in all layers, of scores (tokens, layers, experts)."""
-    chosen = scores.topk(CHOICES, -1).indices // (EXPERTS // WORLD)
-    return int(torch.bincount(chosen.reshape(-1), minlength=WORLD).max())
+    chosen = scores.topk(CHOICES, -1).indices
+    ranks = chosen // (EXPERTS // WORLD)
+    home = torch.arange(len(scores)) * WORLD // len(scores)
+    for layer in range(scores.size(1)):
+        hottest = torch.bincount(chosen[:, layer].reshape(-1), minlength=EXPERTS).argsort(descending=True)[:replicas]
+        is_hot = torch.isin(chosen[:, layer], hottest)
+        ranks[:, layer] = torch.where(is_hot, home.unsqueeze(1), ranks[:, layer])
+    return int(torch.bincount(ranks.reshape(-1), minlength=WORLD).max())
 
 
 def main() -> int:
@@ -95,12 +106,13 @@ def main() -> int:
     parser.add_argument("--routings", nargs="*", choices=[*ROUTINGS], default=[*ROUTINGS])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--ways", action="store_true")
+    parser.add_argument("--replicas", type=int, default=0)
     options = parser.parse_args()
     ranks, rows = RankPool(WORLD, timeout_s=900.0), {}
     ways = [f"((0, {how!r}, {chunks}),)" for how in EXCHANGES for chunks in (1, 8)] if options.ways else [""]
     for routing, way in itertools.product(options.routings, ways):
         name = f"{routing} {way}".strip()
-        row = rows[name] = measured(ROUTINGS[routing], options.draws, options.tracked, ranks, way)
+        row = rows[name] = measured(ROUTINGS[routing], options.draws, options.tracked, ranks, way, options.replicas)
         print(
             f"{name.ljust(14)} predicted {row['predicted_bytes']:,} bytes; of {row['draws']:,} draws (the busiest "
             f"rank's rows: {row['mean_rows']:.0f} in the mean, {row['rows'][0]} at most) {row['tracked']} with most "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 pytest.importorskip("accelerate", reason="Hugging Face's Trainer needs accelerate")
 
@@ -15,10 +18,12 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.adapters.loss import loss_with_backward
-from autopar.adapters.planned import LossAlone, Unchanged
+from autopar.adapters.options import BESIDE, REFUSED, TESTED, check_arguments
+from autopar.adapters.planned import LossAlone
 from autopar.adapters.transformers import Trainer
+from autopar.adapters.unchanged import Unchanged
 from autopar.runtime import ProgramError
-from tests.adapters.trained import Rows, arguments, job, model, reset, run
+from tests.adapters.trained import Net, Rows, arguments, job, model, reset, run
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
@@ -93,9 +98,71 @@ def test_metrics_and_predictions_are_those_of_one_process(
             assert found[name] == pytest.approx(expected[name], rel=2e-5), name
 
 
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "smoothed": {
+        "label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine_with_restarts", "warmup_steps": 1,
+        "lr_scheduler_kwargs": {"num_cycles": 2}, "adam_beta1": 0.8, "adam_beta2": 0.99, "adam_epsilon": 1e-6,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
+        "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_total_limit": 2, "eval_on_start": True,
+        "include_num_input_tokens_seen": "all", "data_seed": 7, "seed": 11, "dataloader_drop_last": True,
+        "logging_first_step": True, "max_steps": 3,
+    },
+    "factored": {
+        "optim": "adafactor", "lr_scheduler_type": "reduce_lr_on_plateau", "max_grad_norm": 0.0, "eval_delay": 1,
+        "gradient_accumulation_steps": 1, "save_only_model": True, "average_tokens_across_devices": False,
+        "train_sampling_strategy": "sequential", "logging_strategy": "epoch", "prediction_loss_only": True,
+        "remove_unused_columns": False, "label_names": ["labels"], "save_strategy": "epoch",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(ARGUMENTS))
+def test_arguments_have_the_effect_of_one_process(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path, name: str
+) -> None:
+    changed = ARGUMENTS[name]
+    expected = run(tmp_path / "alone", changed=changed)
+    for found in rank_pool(2).run(job, tmp_path, {"tp": 2}, {"named": {"changed": changed}}):
+        equal(found, expected)
+        for own, other in zip(found[0], expected[0], strict=True):
+            assert own.get("num_input_tokens_seen") == other.get("num_input_tokens_seen")
+    kept = sorted(path.name for path in (tmp_path / "alone").glob("checkpoint-*"))
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == kept
+
+
+def test_batches_padded_to_their_own_lengths_are_shapes(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+    changed = {"gradient_accumulation_steps": 1, "dataloader_drop_last": True, "eval_strategy": "no", "max_steps": 4}
+    expected = run(tmp_path / "alone", changed=changed, pads=True)
+    for found in rank_pool(2).run(job, tmp_path, {"tp": 2}, {"named": {"changed": changed, "pads": True}}):
+        equal(found, expected)
+
+
+def test_each_argument_is_tested_or_known_to_be_beside_or_refused(tmp_path: Path) -> None:
+    """Of the version that is installed; one that nobody has looked at is refused where it is given."""
+    names = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    beside = [name for names in BESIDE.values() for name in names.split()]
+    known = [*TESTED, *REFUSED, *beside]
+    assert set(known) == names and len(set(known)) == len(known)
+    unknown = _Later(output_dir=str(tmp_path))
+    check_arguments(unknown)
+    unknown.sharded_by_hand = 2
+    with pytest.raises(ProgramError, match=r"sharded_by_hand=2 \(what it does under a plan is not known\)"):
+        check_arguments(unknown)
+
+
+@dataclasses.dataclass
+class _Later(transformers.TrainingArguments):
+    """As of a later version."""
+
+    sharded_by_hand: int = 0
+
+
+_Later.__module__ = "transformers.training_args"
+
+
 def test_what_a_plan_leaves_without_a_meaning_is_refused(tmp_path: Path) -> None:
-    changed = {"bf16": True, "label_smoothing_factor": 0.1, "gradient_checkpointing": True}
-    with pytest.raises(ProgramError, match=r"bf16=True .*gradient_checkpointing=True .*label_smoothing_factor=0.1"):
+    changed = {"bf16": True, "neftune_noise_alpha": 0.1, "gradient_checkpointing": True}
+    with pytest.raises(ProgramError, match=r"bf16=True .*gradient_checkpointing=True .*neftune_noise_alpha=0.1"):
         Trainer(model=model(), args=arguments(tmp_path, **changed), plan={})
     reset()
     with pytest.raises(ProgramError, match=r"compute_loss_func \(put it into"):
@@ -154,3 +221,74 @@ def test_what_is_changed_on_the_model_after_planning_is_refused() -> None:
     given.layers[0].register_forward_hook(lambda *_: None)
     with pytest.raises(ProgramError, match=r"found changes of hooks of layers\.0"):
         unchanged.check()
+
+
+class Weighted(Net):
+    """Its loss has a weight that training may change; by steps in `rates`, an object of the script's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.rates, self.seen = 0.5, SimpleNamespace(steps=[1.0]), 0
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None, **_: Any) -> Any:
+        found = super().forward(input_ids, labels, num_items_in_batch)
+        penalty = self.scale * self.weight * self.rates.steps[0] * self.head.bias.square().sum()
+        return {**found, "loss": found["loss"] + penalty}
+
+
+class Changing(transformers.TrainerCallback):
+    """Changes something before each step."""
+
+    def __init__(self, change: Callable[[Any, int], None]) -> None:
+        self.change, self.model = change, Weighted()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.change(self.model, state.global_step)
+
+
+def _annealed(folder: Path, callback: Any, plan: Any) -> list[float]:
+    reset()
+    kind: Any = transformers.Trainer if plan is None else Trainer
+    own = {} if plan is None else {"plan": plan, "options": {"check": False}}
+    changed = {"max_steps": 3, "eval_strategy": "no", "save_strategy": "no"}
+    trainer = kind(
+        model=callback.model, args=arguments(folder, **changed), train_dataset=Rows(12, 0), callbacks=[callback], **own
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("weight", lambda model, step: setattr(model, "weight", step / 10)),
+        (r"rates", lambda model, step: model.rates.steps.__setitem__(0, float(step))),
+        (r"buffer scale", lambda model, step: model.scale.fill_(step)),
+    ],
+)  # fmt: skip
+def test_what_forward_reads_may_not_change_while_training(tmp_path: Path, what: str, change: Any) -> None:
+    """The program has it as it was planned, so that a loss's weight that a callback anneals would stay."""
+    with pytest.raises(ProgramError, match=rf"found changes of {what}"):
+        _annealed(tmp_path, Changing(change), {})
+    reset()
+
+
+def test_what_forward_does_not_read_may_change(tmp_path: Path) -> None:
+    counting = Changing(lambda model, step: setattr(model, "seen", step))
+    assert len(_annealed(tmp_path, counting, {})) == 3
+
+
+class Filling(Changing):
+    """Writes to the buffer of the model that it is given."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        dict(kwargs["model"].named_buffers())["scale"].fill_(state.global_step)
+
+
+def test_a_buffer_of_the_planned_model_may_be_written_to(tmp_path: Path) -> None:
+    found = []
+    for plan in (None, {}):
+        torch.manual_seed(3)
+        found.append(_annealed(tmp_path / str(plan), Filling(lambda *_: None), plan))
+    assert found[1] == pytest.approx(found[0], rel=2e-5) and len(set(found[0])) == 3

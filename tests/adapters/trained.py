@@ -10,7 +10,7 @@ import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import TrainingArguments
+from transformers import PretrainedConfig, TrainingArguments
 
 from autopar.adapters.transformers import Trainer
 
@@ -34,14 +34,19 @@ class Net(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(61, 16), nn.Linear(16, 61)
+        self.config = PretrainedConfig()
         self.layers = nn.ModuleList(Block(dropout) for _ in range(2))
 
-    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None, **_: Any) -> Any:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, num_items_in_batch: Tensor | None = None, **_: Any
+    ) -> Any:
         x = self.embedding(input_ids)
         for layer in self.layers:
             x = layer(x)
         reduction = "mean" if num_items_in_batch is None else "sum"
         logits = self.head(x)
+        if labels is None:
+            return {"logits": logits}
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
         return {"loss": loss if num_items_in_batch is None else loss / num_items_in_batch, "logits": logits}
 
@@ -71,6 +76,12 @@ def arguments(folder: Path, **changed: Any) -> TrainingArguments:
     return TrainingArguments(**{**usual, **changed})
 
 
+def of_two_lengths(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Pads each batch to its own length: of every second, half of the tokens are left out first."""
+    count = LENGTH if samples[0]["input_ids"][0] % 2 else LENGTH // 2
+    return {name: torch.stack([sample[name][:count] for sample in samples]) for name in samples[0]}
+
+
 def model(dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(3)
     return Net(dropout)
@@ -90,7 +101,7 @@ def accuracy(found: Any) -> dict[str, float]:
 
 def run(
     folder: Path, plan: Any = None, *, resume: str | None = None, dropout: float = 0.0, train: bool = True,
-    changed: dict[str, Any] | None = None, metrics: bool = False,
+    changed: dict[str, Any] | None = None, metrics: bool = False, pads: bool = False,
 ) -> tuple[list[dict[str, Any]], dict[str, float], dict[str, Tensor]]:  # fmt: skip
     """The trainer's log, an evaluation at the end, and the weights that `save_model` has written."""
     from safetensors.torch import load_file
@@ -98,6 +109,10 @@ def run(
     reset()
     kind: Any = transformers.Trainer if plan is None else Trainer
     own = {} if plan is None else {"plan": plan, "options": {"check": False}}
+    if pads:
+        own |= {} if plan is None else {"shapes": [dict.fromkeys(("input_ids", "labels"), (4, length))
+                                                   for length in (LENGTH // 2, LENGTH)]}  # fmt: skip
+        own["data_collator"] = of_two_lengths
     trainer = kind(
         model=model(dropout), args=arguments(folder, **(changed or {})), train_dataset=Rows(11, 0),
         eval_dataset=Rows(6, 1), **own,

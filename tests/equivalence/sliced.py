@@ -38,10 +38,16 @@ PLANS: dict[str, dict[str, Any]] = {
     "recomputed": {"dp": 2, "recompute": "full"},
     "pp": {"dp": 2, "pp": 2},
     "tp": {"dp": 2, "tp": 2},
+    "both": {"dp": 4, "ep": 2, "exchange": "adaptive"},
+    "both_zero3": {"dp": 4, "ep": 2, "exchange": "adaptive", "zero": 3},
+    "both_recomputed": {"dp": 4, "ep": 2, "exchange": "adaptive", "recompute": "full"},
 }
 
-TABLES = {"ep": "0:tensor;32:data", "ep_chunks": "0:tensor;32:data", "zero3": "0:tensor;32:data"}
+TABLES = dict.fromkeys(("ep", "ep_chunks", "zero3", "both", "both_zero3", "both_recomputed"), "0:tensor;32:data")
 """Where groups of ranks see loads that change; others have as many rows of their own at any time."""
+
+EXCHANGES = "0:flat:1;36:flat:4"
+"""Where rows are exchanged by load, too: the ranks of two groups, whose loads differ, take one way together."""
 
 WAYS = ("tensor", "data", "adaptive")
 
@@ -88,9 +94,9 @@ def planned(name: str, experts: str) -> tuple[autopar.Plan, Graph]:
     )
     if experts != "adaptive" or name not in TABLES:
         return plan, graph_of(plan, traced())
+    tables = {"slices-by-load": TABLES[name], "exchange-by-load": EXCHANGES}
     steps = [
-        replace(one, binding={"table": TABLES[name]}) if one.rule == "slices-by-load" else one
-        for one in plan.substitutions
+        replace(one, binding={"table": tables[one.rule]}) if one.rule in tables else one for one in plan.substitutions
     ]
     graph = graph_of(replace(plan, substitutions=tuple(steps)), traced())
     plan = simulated_again(replace(plan, substitutions=tuple(steps), fingerprint=graph.fingerprint), graph)
@@ -100,7 +106,7 @@ def planned(name: str, experts: str) -> tuple[autopar.Plan, Graph]:
 
 @contextmanager
 def ways_noted() -> Iterator[list[str]]:
-    """What travels on this rank, time by time."""
+    """What travels on this rank, and in how many chunks rows come to it, time by time."""
     from autopar.runtime.lowering.sliced import SlicedExperts
 
     taken: list[str] = []
@@ -108,7 +114,7 @@ def ways_noted() -> Iterator[list[str]]:
 
     def noting(self: Any, *args: Any) -> None:
         plain(self, *args)
-        taken.append(self.how)
+        taken.extend((self.how, str(len(args[1]))))
 
     with mock.patch.object(SlicedExperts, "__init__", noting):
         yield taken
@@ -125,11 +131,14 @@ def faults(name: str, experts: str) -> list[str]:
     model, batch = build()
     state = {**model.state_dict(), **dict(model.named_buffers())}
     made = pool(plan.mesh.num_devices).run(job, emit(graph, plan), state, batch, OPTIMIZERS)
-    results, taken = [one for one, _ in made], [set(own) for _, own in made]
+    results, taken = [one for one, _ in made], [set(own) & {"tensor", "data"} for _, own in made]
+    chunks = {word for _, own in made for word in own} - {"tensor", "data"}
     found = differences(single(), results[0])
     if len({(loss.item(), norm.item()) for loss, _, norm, *_ in results}) > 1:
         found.append("ranks disagree about the loss or the norm")
     found += wrong_bytes(plan, graph, model, batch, [result[4] for result in results])
+    if experts == "adaptive" and name.startswith("both") and chunks != {"1", "4"}:
+        found.append(f"took {sorted(chunks)} chunks, not 1 and 4")
     wanted = {"tensor", "data"} if name in TABLES else set.union(*taken)
     expected = wanted if experts == "adaptive" else {experts}
     return found + [f"took {sorted(own)} of {sorted(expected)}" for own in (set.union(*taken),) if own != expected]

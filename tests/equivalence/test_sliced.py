@@ -9,7 +9,7 @@ from tests.equivalence import sliced
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("name", "experts"), [("dp", "tensor"), ("recomputed", "data"), ("ep_chunks", "adaptive")])
+@pytest.mark.parametrize(("name", "experts"), [("dp", "tensor"), ("recomputed", "data"), ("both", "adaptive")])
 def test_what_travels_changes_nothing(name: str, experts: str) -> None:
     """Both ways of the table are taken in each step; stored experts, and their gradients, lie alike in both."""
     found = sliced.faults(name, experts)

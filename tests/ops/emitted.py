@@ -18,6 +18,7 @@ from autopar.ir.statements import Operate
 from autopar.ops.call import Call
 from autopar.ops.communication import count_of_targets, inner_communication
 from autopar.ops.experts import ROUTED_EXPERTS, table_of
+from autopar.ops.replicas import replicas_of
 from autopar.ops.sliced import slice_table_of
 from autopar.runtime.mesh import RankMesh
 from tests.ops import ranks
@@ -100,6 +101,7 @@ def _exchanged(case: Case, layout: Layout, what: str) -> int:
     sizes = local_shape(case.operands[0].shape, x, layout.axes), local_shape(case.operands[4].shape, down, layout.axes)
     row_bytes = [size[-1] * case.operands[0].itemsize for size in sizes]
     own = deal(case.operands[1], ids, layout.sizes)
-    table, slices = table_of(case.node), slice_table_of(case.node)
-    found = exchanged_bytes(own, case.node.args[7], layout.axes, x, up, (row_bytes[0], row_bytes[1]), table, slices)
+    table, slices, replicas = table_of(case.node), slice_table_of(case.node), replicas_of(case.node)
+    sizes = row_bytes[0], row_bytes[1]
+    found = exchanged_bytes(own, case.node.args[7], layout.axes, x, up, sizes, table, slices, replicas)
     return found.forward if what == "forward" else found.backward

@@ -73,6 +73,22 @@ def test_any_way_computes_the_same_whatever_the_load(chosen: list[int] | None, t
         assert check(case, rules, sizes) is None, sizes
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("chosen", [None, [0, 1], [6, 7]], ids=str)
+@pytest.mark.parametrize("replicas", [1, 3, 6])
+def test_replicas_compute_the_same_whatever_the_load(chosen: list[int] | None, replicas: int) -> None:
+    """Of experts with rows, of some without any, and beside a number that is no expert's; with biases, over one axis or
+    two, some ranks of which have no expert."""
+    torch.manual_seed(1)
+    rows = [torch.randperm(7)[:2] if chosen is None else torch.tensor(chosen) for _ in range(10)]
+    biases = (f(7, 4), f(7, 6))
+    args = (f(10, 6), torch.stack(rows), f(10, 2), f(7, 6, 4), f(7, 4, 6), "relu", False, 7, *biases)
+    case = make_case(ROUTED_EXPERTS, args, {"replicas": replicas, "chunks": 2})
+    exchange, _ = rules_of(case)
+    for rules, sizes in (((exchange,), (4,)), ((exchange, exchange), (2, 2)), ((exchange,), (9,))):
+        assert check(case, rules, sizes) is None, sizes
+
+
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_numbers_of_no_expert_add_nothing(chunks: int) -> None:
     """Models mark choices that they drop so: histograms of the experts leave them out."""

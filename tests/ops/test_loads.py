@@ -48,6 +48,51 @@ def test_loads_are_those_of_drawn_routings(
     assert (found > load.most).mean() <= 0.016  # 1% and two standard errors of it
 
 
+def drawn_with_replicas(
+    routing: Routing, tokens: int, choices: int, experts: int, ranks: int, replicas: int
+) -> tuple[Numbers, float]:
+    """As `drawn`, where each rank keeps its own tokens' choices of the experts with most rows; and how many it keeps in
+    the mean."""
+    generator = np.random.default_rng(11)
+    (likely,) = layers_of(routing, choices, experts)
+    weights = weights_of(np.asarray(likely), choices)
+    if routing.kind == POWER_LAW:
+        weights = np.arange(1, experts + 1) ** -routing.exponent
+    found, kept = [], 0
+    for _ in range(1_000):
+        own = generator.permutation(weights) if routing.kind == POWER_LAW else weights
+        ids = choose(own, tokens, choices, generator)
+        hottest = np.argsort(-np.bincount(ids.ravel(), minlength=experts), kind="stable")[:replicas]
+        is_hot = np.isin(ids, hottest)
+        cold = np.bincount(ids[~is_hot] // (experts // ranks), minlength=ranks)
+        home = is_hot.reshape(ranks, -1).sum(1)
+        found.append((cold + home).max())
+        kept += int(home.sum())
+    return np.sort(np.asarray(found, dtype=float)), kept / 1_000
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize(
+    ("routing", "tokens", "choices", "experts", "ranks"),
+    [
+        (Routing.balanced(), 64, 2, 8, 4), (Routing.power_law(1.2), 64, 2, 8, 4), (SKEWED, 64, 2, 8, 4),
+        (Routing.power_law(1.2), 2_048, 2, 8, 8), (SKEWED, 2_048, 2, 8, 4),
+    ],
+)  # fmt: skip
+def test_loads_with_replicas_are_those_of_drawn_routings(
+    routing: Routing, tokens: int, choices: int, experts: int, ranks: int, replicas: int
+) -> None:
+    """Never said too low, and at most a few rows more than they are: see `_at_home`."""
+    load = busiest(routing, tokens, choices, experts, ranks, replicas)
+    found, kept = drawn_with_replicas(routing, tokens, choices, experts, ranks, replicas)
+    slack = 0.04 * found.mean() + 1
+    assert -0.2 * found.std() - 0.5 < load.mean - found.mean() < slack
+    assert -0.6 * found.std() - 1 < load.p99 - found[990] < 0.6 * found.std() + slack
+    assert (found > load.most).mean() <= 0.016
+    assert load.home == pytest.approx(kept, rel=0.03)
+    assert tokens < 1_000 or replicas < 2 or load.p99 < 0.8 * busiest(routing, tokens, choices, experts, ranks).p99
+
+
 @pytest.mark.parametrize("routing", [Routing.balanced(), Routing.power_law(1.2), SKEWED])
 @pytest.mark.parametrize("layers", [2, 16])
 def test_layers_are_seldom_busiest_together(routing: Routing, layers: int) -> None:
@@ -74,7 +119,7 @@ def test_every_layer_counts() -> None:
 
 
 def test_bounds() -> None:
-    assert busiest(SKEWED, 100, 2, 8, 1) == (200, 200, 200)  # one rank has all rows
+    assert busiest(SKEWED, 100, 2, 8, 1)[:3] == (200, 200, 200)  # one rank has all rows
     assert busiest(SKEWED, 100, 8, 8, 4).mean == 200  # each token chooses every expert
     assert busiest(Routing.balanced(), 0, 2, 8, 4).most == 0
     everything = busiest(Routing.histogram([1, 1, 0, 0]), 100, 2, 4, 2)

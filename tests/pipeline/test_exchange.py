@@ -14,16 +14,18 @@ import autopar
 from autopar.by_hand import template_of_graph
 from autopar.cost.exchanges import CHUNKS, LOADS, placed_experts
 from autopar.driver import Context, Front, of_plan, outline_of
+from autopar.emit import emit
 from autopar.errors import PlanError
 from autopar.families import faster_templates
 from autopar.ir.exchange_table import ExchangeTable
 from autopar.ir.graph import Graph
 from autopar.microbatch import check_plan
 from autopar.ops.experts import ROUTED_EXPERTS, table_of, with_routing
-from autopar.passes.exchange import adapt, exchange, exchanges_tokens
+from autopar.passes.exchange import adapt, exchange, exchanges_tokens, likely_replicas, replicate
 from autopar.profiler import profiles_of
+from autopar.quantiles import with_p99
 from autopar.request import Request, budget_of
-from autopar.rewrites import graph_of
+from autopar.rewrites import graph_of, with_slices
 from autopar.trace import trace
 
 MESH = autopar.Mesh("v100", nodes=2, devices_per_node=4)
@@ -95,6 +97,76 @@ def test_templates_that_share_experts_are_played() -> None:
         stated = made()
         check_plan(graph(), stated)
         assert exchanges_tokens(graph(), plan) and stated.predicted.comm_bytes["exchange"] > 0
+
+
+# Replicas ----------------------------------------
+
+
+def p99_ns(plan: autopar.Plan, of: Graph) -> int:
+    return with_p99(plan, of).predicted.step_time_p99_ns or 0
+
+
+@pytest.mark.parametrize("routing", [autopar.Routing.power_law(1.2), autopar.Routing.histogram([20, *[1] * 15])])
+def test_replicas_are_taken_where_some_experts_are_hot(routing: autopar.Routing) -> None:
+    """They make the step faster, in the mean and at the 99th percentile; priced anew, no other number is taken."""
+    traced = with_routing(graph(), routing)
+    plan = template_of_graph(traced, MESH, dp=8, ep=8)
+    front, context = Front(traced), Context(request())
+    start = of_plan(front.given, outline_of(plan), plan)
+    front.add(start, "template")
+    (one,) = replicate(front, context)
+    assert one.step_ns < start.step_ns and p99_ns(one.plan, one.graph) < 0.8 * p99_ns(plan, traced)
+    check_plan(one.graph, one.plan)
+    by_hand = template_of_graph(traced, MESH, dp=8, ep=8, replicas=one.variant.steps[0].binding["replicas"])
+    assert by_hand.predicted.comm_bytes == one.plan.predicted.comm_bytes
+    assert by_hand.predicted.peak_bytes == one.plan.predicted.peak_bytes
+    front.add(one, "replicate")
+    assert front.best is one and not [*replicate(front, context)] and not [*adapt(front, context)]
+    assert likely_replicas(traced, 4) > 0
+
+
+def sliced_graph(tokens: int) -> Graph:
+    """One layer of 16 experts whose hidden values can be sliced, without weights, under a power law."""
+    config = transformers.GptOssConfig(
+        vocab_size=256, hidden_size=512, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=8, head_dim=64,
+        intermediate_size=1_024, num_local_experts=16, num_experts_per_tok=4, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.GptOssForCausalLM(config)
+        ids = torch.zeros(8, tokens, dtype=torch.int64)
+    return with_routing(trace(model, {"input_ids": ids, "labels": ids}), autopar.Routing.power_law(1.2))
+
+
+def test_rows_or_slices_travel_as_the_loads_ask_for() -> None:
+    """Few rows always do; of more, the plan has a table, and is the faster for it."""
+    for tokens, rules in ((64, []), (512, ["slices-by-load"])):
+        sliced, _ = with_slices(sliced_graph(tokens), "tensor")
+        plan = template_of_graph(sliced, MESH, dp=8, ep=4, experts="tensor")
+        front = Front(sliced)
+        start = of_plan(front.given, outline_of(plan), replace(plan, substitutions=()))
+        front.add(start, "template")
+        found = [*adapt(front, Context(request()))]
+        assert [step.rule for one in found for step in one.variant.steps] == rules
+        for one in found:
+            assert one.step_ns < start.step_ns
+            check_plan(one.graph, one.plan)
+
+
+def test_one_call_has_both_tables() -> None:
+    """They are in the plan, which is replayed from its file, told, and in the program."""
+    traced = sliced_graph(512)
+    plan = template_of_graph(traced, MESH, dp=8, ep=4, exchange="adaptive", experts="adaptive")
+    assert sorted(step.rule for step in plan.substitutions) == ["exchange-by-load", "slices-by-load"]
+    again = autopar.Plan.from_json(plan.to_json())
+    assert graph_of(again, traced).fingerprint == plan.fingerprint
+    source = emit(graph_of(again, traced), again)
+    assert "rt.LoadTable(" in source and "rt.SlicesByLoad(((0, 'tensor'), (" in source
+    assert str(plan).count("rows ×1") >= 1
+
+
+def test_experts_that_are_as_busy_as_others_have_no_replicas() -> None:
+    front, start, _ = in_turn(graph(), dp=8, ep=8)
+    assert not [*replicate(front, Context(request()))] and likely_replicas(start.graph, 4) == 0
 
 
 # By load ----------------------------------------

@@ -35,7 +35,7 @@ def test_a_level_that_slows_nothing_is_not_followed() -> None:
 
 
 def test_what_is_carried_into_a_pass_slows_by_its_own_level() -> None:
-    engine = Engine({}, Carried(in_flight=((-50, 100, 2.0),)))
+    engine = Engine({}, Carried(in_flight=((-50, 100, 2.0, "inter_node"),)))
     engine.compute("kernel", "forward", 300)
     assert engine.free_ns == 100 + 250
 

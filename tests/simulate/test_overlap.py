@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import replace
 from functools import cache
 
@@ -15,7 +17,10 @@ from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from autopar.rewrites import graph_of
-from autopar.simulate import Overlap, Sums, Timeline, simulate
+from autopar.simulate import Overlap, Sums, Timeline, player, simulate
+from autopar.simulate.engine import COMPUTE, Carried, Engine, shared
+from autopar.simulate.parted import stage_in_one
+from autopar.simulate.player import PassKind, Queues, Standing, queues_of
 from autopar.trace import trace
 from models import gpt
 
@@ -43,24 +48,101 @@ def begins(timeline: Timeline, kind: str) -> list[int]:
     return sorted(event.start_ns for event in timeline.events if event.kind.startswith(kind))
 
 
-def test_what_stops_a_rank_does_not_wait_behind_gradients_of_another_group() -> None:
-    graph, plan = planned(dp=2, tp=2, zero=1)
-    one, apart = (
-        simulate(graph, plan, slow_links(), Overlap(Sums.BUFFERED, queues_apart=apart)) for apart in (False, True)
-    )
+def in_queues(monkeypatch: pytest.MonkeyPatch, queues: Queues, **parts: object) -> Timeline:
+    monkeypatch.setattr(player, "queues_of", lambda profile, overlap: queues)
+    return simulate(*planned(**parts), slow_links(), Overlap(Sums.BUFFERED))
+
+
+def test_emitted_programs_queue_by_axis_on_nccl_and_by_level_on_gloo() -> None:
+    assert queues_of(load_profile("h100"), Overlap()) is Queues.AXIS
+    assert queues_of(load_profile("cpu"), Overlap()) is Queues.LEVEL
+    assert queues_of(load_profile("h100"), LIKE_MEGATRON) is Queues.PURPOSE
+
+
+@pytest.mark.parametrize("queues", [Queues.AXIS, Queues.PURPOSE])
+def test_what_stops_a_rank_does_not_wait_behind_gradients_of_another_group(
+    monkeypatch: pytest.MonkeyPatch, queues: Queues
+) -> None:
+    one, apart = (in_queues(monkeypatch, found, dp=2, tp=2, zero=1) for found in (Queues.LEVEL, queues))
     assert apart.comm_bytes == one.comm_bytes
     pairs = [*zip(begins(apart, "activation"), begins(one, "activation"), strict=True)]
     assert all(first <= second for first, second in pairs)
     assert any(first < second for first, second in pairs), "layers before wait for sums of those behind"
-    assert apart.step_time_ns < one.step_time_ns
+    assert apart.step_time_ns <= one.step_time_ns
 
 
-def test_gradients_queue_behind_each_other_wherever_they_queue() -> None:
-    graph, plan = planned(dp=4, zero=1)
-    one, apart = (
-        simulate(graph, plan, slow_links(), Overlap(Sums.BUFFERED, queues_apart=apart)) for apart in (False, True)
-    )
-    assert begins(apart, "gradient") == begins(one, "gradient")
+@pytest.mark.parametrize("queues", [Queues.AXIS, Queues.PURPOSE])
+def test_a_link_carries_no_more_than_one_collective_at_a_time_however_many_queues_it_has(
+    monkeypatch: pytest.MonkeyPatch, queues: Queues
+) -> None:
+    monkeypatch.setattr(player, "queues_of", lambda profile, overlap: queues)
+    graph, plan = planned(1, dp=2, tp=2, zero=1)
+    stage = stage_in_one(graph, plan, slow_links(), Overlap(Sums.BUFFERED))
+    forward = stage.play(PassKind("forward"), Carried(), Standing())
+    done = stage.play(PassKind("backward", True, True), Carried(), forward.standing)
+    total = until = 0
+    for begin, end in sorted((begin, end) for stream, _, begin, end, _ in done.tasks if stream != COMPUTE):
+        total, until = total + max(0, end - max(begin, until)), max(until, end)
+    ((_, played, _),) = done.pieces
+    alone_ns = sum(sent.duration_ns for sent in played.along.values())
+    stretched_ns = sum(end - begin for stream, _, begin, end, _ in done.tasks if stream != COMPUTE)
+    assert total == pytest.approx(alone_ns, rel=1e-4) and stretched_ns > 1.05 * alone_ns
+
+
+def test_a_level_has_one_link_for_all_of_its_queues() -> None:
+    engine = Engine({}, Carried((("intra_node axis 0", 40),), ((0, 40, 1.0, "intra_node axis 0"),)))
+    carried = engine.carry(40, "gradient")
+    engine.transmit("intra_node axis 1", "first", "activation", 30, [engine.compute("kernel", "forward", 10)])
+    elsewhere = engine.transmit("inter_node axis 1", "beside", "activation", 30)
+    behind = engine.transmit("intra_node axis 0", "second", "gradient", 50)
+    assert [engine.tasks[n][2:4] for n in (carried, elsewhere, behind)] == [(0, 70), (0, 30), (70, 120)]
+    assert engine.tasks[-3][2:4] == (10, 70) and engine.moved == {40: (0, 70)}
+
+
+@pytest.mark.parametrize("queues", [Queues.LEVEL, Queues.PURPOSE])
+def test_gradients_queue_behind_each_other_wherever_they_queue(
+    monkeypatch: pytest.MonkeyPatch, queues: Queues
+) -> None:  # fmt: skip
+    found = in_queues(monkeypatch, queues, dp=4, zero=1)
+    assert begins(found, "gradient") == begins(in_queues(monkeypatch, Queues.AXIS, dp=4, zero=1), "gradient")
+
+
+def brute_force(start: int, duration: int, beside: list[tuple[str, int, int]]) -> float:
+    """When the new one ends, tick by tick: each stream's first that has begun has an equal share."""
+    tick, now, left = 1 / 64, float(start), float(duration)
+    queues: dict[str, list[list[float]]] = {}
+    for stream, begin, end in beside:
+        queues.setdefault(stream, []).append([begin, end - max(begin, start)])
+    while left > 0:
+        active = [queue for queue in queues.values() if queue and queue[0][0] <= now]
+        left -= tick / (len(active) + 1)
+        for queue in active:
+            queue[0][1] -= tick * len(active) / (len(active) + 1)  # alone it would have taken 1/n of the link
+            if queue[0][1] <= 0:
+                queue.pop(0)
+        now += tick
+    return now
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_links_are_shared_evenly(seed: int) -> None:
+    draw = random.Random(seed)
+    beside, start, duration = list[tuple[str, int, int]](), draw.randrange(20), draw.randrange(1, 60)
+    for stream in ("a", "b")[: 1 + seed % 2]:
+        end = draw.randrange(10)
+        for _ in range(draw.randrange(4)):
+            begin, end = (at := end + draw.randrange(0, 20, 5)), at + draw.randrange(1, 30)
+            beside.append((stream, begin, end))
+    beside = [span for span in sorted(beside) if span[2] > start]
+    end, later = shared(start, duration, beside)
+    assert end == pytest.approx(brute_force(start, duration, beside), abs=1.5)
+    assert all(new >= old for (_, _, old), (_, new) in zip(beside, later, strict=True))
+    if len({stream for stream, _, _ in beside}) == 1:  # what the new one takes of the link, the others lack
+        both = min(span[1] for span in beside) <= start and all(
+            first[2] == second[1] for first, second in itertools.pairwise(beside)
+        )  # fmt: skip
+        if both:
+            assert max(end, later[-1][1]) == pytest.approx(max(beside[-1][2], start) + duration, abs=1.5)
 
 
 @pytest.mark.parametrize("zero", [1, 3])

@@ -21,6 +21,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime import comm
@@ -156,22 +157,25 @@ class SeenLoad:
     axis, experts).
     """
 
-    def __init__(self, counts: Tensor, axes: Sequence[Axis], table: LoadTable) -> None:
+    def __init__(self, counts: Tensor, axes: Sequence[Axis], table: LoadTable, beside: Axis | None = None) -> None:
+        """beside: an axis whose ranks, each of another exchange, take the same way as the busiest of them."""
         sizes = [axis.size for axis in axes]
         self._axes = axes
         everyone = counts.new_empty((table.joint.size, *counts.shape))
         comm.all_gather(everyone, counts.contiguous(), table.joint)
         self._everyone = everyone.view(*sizes, *counts.shape)
-        self._read = self._everyone.cpu()
+        most = self._most(self._everyone)
+        if beside is not None:
+            comm.all_reduce(most, beside, dist.ReduceOp.MAX)
+        told = torch.cat([everyone.flatten(), most]).cpu()
+        self._read, self.most = told[:-1].view(self._everyone.shape), int(told[-1])
         self.how, self.chunks = table.at(self.most)
         self.legs = [table.joint] if self.how == "flat" else list(reversed(axes))
 
-    @property
-    def most(self) -> int:
+    def _most(self, everyone: Tensor) -> Tensor:
         """The rows that the busiest rank gets."""
         levels = len(self._axes)
-        by_rank = self._read.sum((*range(levels + 1), -1))
-        return int(by_rank.max())
+        return everyone.sum((*range(levels + 1), -1)).max().view(1)
 
     def ways(self) -> list[RowWay]:
         """The ways of the rows of this rank along the legs, chunk by chunk."""

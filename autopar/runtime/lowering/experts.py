@@ -21,6 +21,7 @@ from torch import Tensor
 from autopar.runtime.lowering import exchange
 from autopar.runtime.lowering.exchange import LoadTable, RowWay, SeenLoad
 from autopar.runtime.lowering.grouped import ExpertParameters, LocalExperts
+from autopar.runtime.lowering.replicas import HotExperts
 from autopar.runtime.lowering.sliced import SlicedExperts, SlicesByLoad
 from autopar.runtime.mesh import Axis
 
@@ -47,6 +48,7 @@ def routed_experts(
     chunks: int = 1,
     by_load: LoadTable | None = None,
     slices: SlicesByLoad | None = None,
+    replicas: int = 0,
 ) -> Tensor:
     """Sums, over the experts that are chosen for each token, of their weighted results.
 
@@ -56,21 +58,29 @@ def routed_experts(
     it, even one without tokens; over the others, the result is P, and only choices of this rank's experts are computed.
     A number from `num_experts` up is no expert, and adds nothing; one below 0 ends in an error. by_load: how they are
     exchanged, instead of along each axis in `chunks` chunks. slices: of which axis each rank has other tokens, and
-    slices of the hidden values; every rank of that must call it, too.
+    slices of the hidden values; every rank of that must call it, too. replicas: the number of experts, those with most
+    rows of all ranks, that each rank computes for its own tokens; then tokens are exchanged over all axes.
     """
+    torch._assert_async((ids >= 0).all(), "expected experts by numbers from 0 up, found one below 0")
     held = ExpertParameters(up, down, up_bias, down_bias, activation, gated, paired)
-    order, ways = _exchanges(ids, num_experts, axes, exchanged, chunks, by_load)
+    hot = HotExperts(ids, num_experts, replicas, axes) if replicas else None
+    beside = None if slices is None else slices.axis
+    order, ways = _exchanges(ids if hot is None else hot.others, num_experts, axes, exchanged, chunks, by_load, beside)
     counts = [way.counts[: up.size(0)] for way in ways]
     experts: _Experts = LocalExperts(held, counts)
     if slices is not None:
-        experts = SlicedExperts(held, counts, slices)
+        experts = SlicedExperts(held, counts, slices, 1 if by_load is None else by_load.chunks)
     kept = [sum(way.legs[0].sent if way.legs else way.counts) for way in ways]
     order = order[: sum(kept)]
     sent: Tensor = _ChosenRows.apply(x, order, ids.size(1))  # type: ignore[no-untyped-call]
-    rows = torch.cat(_computed(list(torch.split(sent, kept)), ways, experts))
+    made = _computed(list(torch.split(sent, kept)), ways, experts)
+    if hot is not None:
+        own: Tensor = _ChosenRows.apply(x, hot.order, ids.size(1))  # type: ignore[no-untyped-call]
+        made, order = [*made, LocalExperts(hot.of(held), [hot.counts])(own, 0)], torch.cat([order, hot.order])
+    rows = torch.cat(made)
     rows = rows * weights.reshape(-1)[order].unsqueeze(-1)
     spread = rows.new_zeros((ids.numel(), rows.size(1))).index_copy(0, order, rows)
-    return spread.view(*ids.shape, -1).sum(1)
+    return spread.view(*ids.shape, rows.size(1)).sum(1)
 
 
 def _computed(rows: list[Tensor], ways: list[RowWay], experts: _Experts) -> list[Tensor]:
@@ -110,20 +120,19 @@ class _ChosenRows(torch.autograd.Function):
         (order,) = ctx.saved_tensors
         tokens, choices = ctx.shape
         spread = grad.new_zeros((tokens * choices, grad.size(1))).index_copy_(0, order, grad)
-        return spread.view(tokens, choices, -1).sum(1), None, None
+        return spread.view(tokens, choices, grad.size(1)).sum(1), None, None
 
 
 def _exchanges(
     ids: Tensor, num_experts: int, axes: Sequence[Axis], exchanged: Sequence[Axis], chunks: int,
-    by_load: LoadTable | None,
+    by_load: LoadTable | None, beside: Axis | None,
 ) -> tuple[Tensor, list[RowWay]]:  # fmt: skip
     """The choices in the order in which they travel, and the way of each chunk of them."""
-    torch._assert_async((ids >= 0).all(), "expected experts by numbers from 0 up, found one below 0")
     if by_load is None:
         legs = list(reversed(exchanged))  # those inside of a node first
         going = _Destinations(ids, num_experts, axes, legs, chunks)
         return going.order, exchange.ways(going.counts, legs)
-    seen = SeenLoad(_Destinations(ids, num_experts, axes, exchanged, by_load.chunks).counts, exchanged, by_load)
+    seen = SeenLoad(_Destinations(ids, num_experts, axes, exchanged, by_load.chunks).counts, exchanged, by_load, beside)
     along = list(reversed(exchanged)) if seen.how == "two-level" else exchanged  # flat: ranks in their order
     return _Destinations(ids, num_experts, axes, along, seen.chunks).order, seen.ways()
 

@@ -44,10 +44,14 @@ class SlicedExperts:
     """What all slices of experts make of the rows of this rank, chunk by chunk. Every rank of the axis must make it,
     and call it for each chunk; the host reads the counts of all ranks once."""
 
-    def __init__(self, held: ExpertParameters, counts: Sequence[Sequence[int]], table: SlicesByLoad) -> None:
-        """counts: of this rank, by chunk and expert; in as many chunks on all ranks."""
+    def __init__(
+        self, held: ExpertParameters, counts: Sequence[Sequence[int]], table: SlicesByLoad, chunks: int = 1
+    ) -> None:
+        """counts: of this rank, by chunk and expert; in as many chunks on all ranks. chunks: of which counts are told
+        at least, so that what is told is as much whichever way rows are exchanged."""
         self._axis, self._counts = table.axis, counts
-        own = torch.tensor(counts, device=held.up.device).view(len(counts), -1)
+        own = torch.zeros(max(chunks, len(counts)), held.up.size(0), dtype=torch.int64, device=held.up.device)
+        own[: len(counts)] = torch.tensor(counts, device=held.up.device).view(len(counts), -1)
         self._everyone = own.new_empty((table.axis.size, *own.shape))
         comm.all_gather(self._everyone, own, table.axis)
         self._read: list[list[list[int]]] = self._everyone.tolist()
