@@ -4,18 +4,29 @@ foretells it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 LONE_BYTES = 1 << 20  # a tensor from this size on is worth a collective of its own
 BUCKET_BYTES = 25 << 20  # DDP's choice: large enough to reach the link's bandwidth, small enough to overlap
 FIRST_BUCKET_BYTES = 1 << 20  # the first to be complete is small, so that the link is busy early
 MAX_IN_FLIGHT = 3  # buckets that hold a whole gradient while only its shard is wanted
 
+
+class Limits(NamedTuple):
+    """From which size on a tensor travels alone, and the most that the first bucket of a way takes, and later ones."""
+
+    lone_bytes: int
+    first_bytes: int
+    bucket_bytes: int
+
+
+LIMITS = Limits(LONE_BYTES, FIRST_BUCKET_BYTES, BUCKET_BYTES)
+
 T = TypeVar("T")
 
 
 def pack_gathers(
-    items: Iterable[T], way: Callable[[T], Hashable], num_bytes: Callable[[T], int]
+    items: Iterable[T], way: Callable[[T], Hashable], num_bytes: Callable[[T], int], limits: Limits = LIMITS
 ) -> list[list[T]]:  # fmt: skip
     """Groups what is gathered at the begin of a step, in order of first use; large ones go alone.
 
@@ -26,12 +37,12 @@ def pack_gathers(
     latest: dict[Hashable, tuple[list[T], int, int]] = {}  # by way: the bucket, its bytes, and the most that it takes
     for item in items:
         size, key = num_bytes(item), way(item)
-        group, filled, limit = latest.get(key, ([], 0, FIRST_BUCKET_BYTES))
-        if size >= LONE_BYTES:
+        group, filled, limit = latest.get(key, ([], 0, limits.first_bytes))
+        if size >= limits.lone_bytes:
             groups.append([item])
             continue
         if filled + size > limit:
-            group, filled, limit = [], 0, BUCKET_BYTES
+            group, filled, limit = [], 0, limits.bucket_bytes
         if not group:
             groups.append(group)
         group.append(item)

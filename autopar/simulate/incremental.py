@@ -146,7 +146,7 @@ class Incremental:
         known = self._known.get(alike)
         if known is None or known.is_full:
             table = self._prices.setdefault(prices, PriceTable()) if known is None else PriceTable()
-            known = self._known[alike] = KnownParts(table)
+            known = self._known[alike] = KnownParts(table, self._overlap.packing)
         return known
 
     def _stage_graph(self, plan: Plan, index: int, sent: SentValues) -> Graph:

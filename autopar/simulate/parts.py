@@ -546,4 +546,4 @@ def ways_of(part: Part, ways: Ways) -> tuple[OnWay, ...]:
     found: dict[int, list[Moving]] = {}
     for moving in reversed(_moving_slots(part, ways)):
         found.setdefault(moving.way, []).append(moving)
-    return tuple([OnWay(way, moved) for way, moved in found.items()])
+    return tuple([OnWay(way, moved, ways.limits) for way, moved in found.items()])

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.ir.schedule import BACKWARD_INPUT, FORWARD
-from autopar.runtime.packing import MAX_IN_FLIGHT
+from autopar.runtime.packing import LIMITS, MAX_IN_FLIGHT, Limits
 from autopar.simulate.engine import (
     COMPUTE,
     LAST,
@@ -83,7 +83,8 @@ class Overlap(NamedTuple):
     attention in a ring first exchanges halves of sequences, so that all ranks have as much of the causal part, as
     emitted programs do; else sequences come so from the input on, as Megatron-LM cuts them. queues_apart: gradients and
     parameters queue by themselves on a level of links, as communicators of their own do, so that what stops a rank does
-    not wait behind them; the time in which both are under way is not told.
+    not wait behind them; the time in which both are under way is not told. bucket_bytes: of gradients or parameters
+    that travel together at most, the large ones too (Megatron-LM's flat buffers); 0 packs as emitted programs do.
     """
 
     sums: Sums = Sums.EARLY
@@ -92,6 +93,12 @@ class Overlap(NamedTuple):
     adds: bool = True
     balances: bool = True
     queues_apart: bool = False
+    bucket_bytes: int = 0
+
+    @property
+    def packing(self) -> Limits:
+        """What travels together."""
+        return Limits(1 << 62, self.bucket_bytes, self.bucket_bytes) if self.bucket_bytes else LIMITS
 
     def inside(self, sent: Sequence[Transmission]) -> Sequence[Transmission]:
         """Of what an operator sends, what is left."""

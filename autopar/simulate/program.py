@@ -55,7 +55,7 @@ from autopar.ops.inner import Inner
 from autopar.ops.saved import Extra, Saved
 from autopar.ops.table import operator
 from autopar.ops.workspace import Sizes
-from autopar.runtime.packing import LONE_BYTES, pack_gathers
+from autopar.runtime.packing import LIMITS, LONE_BYTES, Limits, pack_gathers
 from autopar.simulate.facts import (
     Again,
     Call,
@@ -978,11 +978,15 @@ class Lowering:
 
     # Buckets ----------------------------------------
 
-    def first_gathers_of(self, program: LocalProgram) -> list[Bucket]:
+    def first_gathers_of(self, program: LocalProgram, limits: Limits = LIMITS) -> list[Bucket]:
         """The buckets that slots are gathered in when the step begins, which come in the order of their first use."""
         self.program, slots = program, program.slots
         moved = (n for n, slot in enumerate(slots) if slot.converts)
-        return [*map(self._bucket, pack_gathers(moved, lambda n: slots[n].steps, lambda n: slots[n].used_bytes))]
+
+        def size(number: int) -> int:
+            return slots[number].used_bytes
+
+        return [*map(self._bucket, pack_gathers(moved, lambda n: slots[n].steps, size, limits))]
 
     def gathers_of(self, program: LocalProgram) -> list[Bucket]:
         """The buckets that a program's slots are gathered in."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 from autopar.ir.redistribution import Step
-from autopar.runtime.packing import BUCKET_BYTES, FIRST_BUCKET_BYTES, LONE_BYTES
+from autopar.runtime.packing import LIMITS, Limits
 from autopar.simulate.program import Slot, Transmission, is_summed_first
 
 Sizes = tuple[tuple[int, int], ...]
@@ -84,9 +84,10 @@ class Moving(NamedTuple):
 
 
 class Ways:
-    """Numbers of ways home: slots of one may travel together."""
+    """Numbers of ways home: slots of one may travel together, as many as `limits` let."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.limits = limits
         self._numbers: dict[Hashable, int] = {}
         self.steps: list[tuple[Step, ...]] = []
 
@@ -108,8 +109,8 @@ def _load(moving: Moving) -> Load:
 class OnWay:
     """A part's gradients that take one way, last ones first."""
 
-    def __init__(self, way: int, moved: Sequence[Moving]) -> None:
-        self.way, self.moved, self.crosses = way, moved, moved[0].crosses
+    def __init__(self, way: int, moved: Sequence[Moving], limits: Limits = LIMITS) -> None:
+        self.way, self.moved, self.crosses, self.limits = way, moved, moved[0].crosses, limits
         self.has_buffer = is_summed_first(moved[0].slot)
         self.ended_at = {moving.number: moving.ended_at for moving in moved}
         self.slots = tuple([moving.number for moving in moved])
@@ -122,12 +123,15 @@ class OnWay:
         self._kept: set[int] = set()  # identities of groups that are kept in `_known`
 
     def _is_packed(self, moving: Moving) -> bool:
-        return self.has_buffer or moving.slot.gradient_bytes < LONE_BYTES
+        return self.has_buffer or moving.slot.gradient_bytes < self.limits.lone_bytes
+
+    def _limit(self, is_later: bool) -> int:
+        return self.limits.bucket_bytes if is_later else self.limits.first_bytes
 
     def fill(self, before: Open | None) -> tuple[tuple[BucketSlots, ...], Open | None]:
         """Packs them into the bucket that later parts have left open, and new ones; and which is left open."""
         if before is not None and self.is_packed:
-            limit = BUCKET_BYTES if before.is_later else FIRST_BUCKET_BYTES
+            limit = self._limit(before.is_later)
             if before.load.whole_bytes + self.own.whole_bytes <= limit:
                 group = BucketSlots(self.slots, before.load, self.own, True)
                 return (group,), Open(before.load.plus(self.own), before.is_later)
@@ -146,7 +150,7 @@ class OnWay:
             if not self._is_packed(moving):
                 groups.append(BucketSlots((moving.number,), None, _load(moving), False))
                 continue
-            if filled and filled + size > (BUCKET_BYTES if is_later else FIRST_BUCKET_BYTES):
+            if filled and filled + size > self._limit(is_later):
                 groups += _closed(current, load, False)
                 current, load, filled, is_later = [], None, 0, True
             current.append(moving)

@@ -15,6 +15,7 @@ from autopar.ir.placement import Placement
 from autopar.ir.plan import StagePlan
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
+from autopar.runtime.packing import LIMITS, Limits
 from autopar.simulate.engine import LAST, Carried, Engine, Moment
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.orders import Orders, Unsupported
@@ -86,11 +87,12 @@ class KnownParts:
     lowered: by kind of segment, what the plan says of it, and what comes in; marked, finished, players: what is made of
     each of these, by its id. They know those, which know nothing of them: so nothing is left for the collector.
     forward: what players of a part know of its forward pass. prices: of whatever runs on equal axes.
+    limits: of what travels together.
     """
 
-    def __init__(self, prices: PriceTable | None = None) -> None:
+    def __init__(self, prices: PriceTable | None = None, limits: Limits = LIMITS) -> None:
         self.prices = PriceTable() if prices is None else prices
-        self.numbers, self.ways = Numbers(), Ways()
+        self.numbers, self.ways = Numbers(), Ways(limits)
         self.lowered: dict[tuple[int, int, int], tuple[Lowered, int]] = {}
         self.marked: dict[tuple[int, int, bool], tuple[Marked, int]] = {}
         self.finished: dict[tuple[int, int, int], tuple[Part, int]] = {}
@@ -116,7 +118,7 @@ class Variants:
         same parts; overlap: as in `PartPlayer`; known: of
         such stages; the rest as in `Lowering`."""
         self.graph, self.profile, self.is_stage = graph, profile, graph.ends is not None
-        self._overlap, self.known = overlap, known or KnownParts()
+        self._overlap, self.known = overlap, known or KnownParts(limits=overlap.packing)
         self.slowdowns = profile.slowdowns
         facts, self._numbers = graph_facts(whole, profile.device_type), self.known.numbers
         self.segments = known_segments(whole, graph, facts, frozenset(plan.recompute), is_cut, is_split)
@@ -415,7 +417,7 @@ class Variants:
                 slot = part.program.slots[n]
                 places.append((number, n))
                 program.slots.append(slot.at(len(places) - 1, 0, f"{number}:{n}"))
-        program.gathers = self.lowering.first_gathers_of(program)
+        program.gathers = self.lowering.first_gathers_of(program, self._overlap.packing)
         begun = Player(program, self.profile, Orders(), self._overlap).gather(carried, meet)
         quiet = sum(part.first_bytes - part.first_played_bytes for part in parts) if is_plain else 0
         if quiet:

@@ -13,11 +13,20 @@ from torch.nn import functional as F
 from autopar.cost import Profile
 from autopar.cost.compute import node_time_ns
 from autopar.ir.graph import Graph
+from autopar.ir.structure import block_paths
 from autopar.profiler import load_profile
 from autopar.trace import trace
 from benchmarks.accuracy.gpu import decoder
 from benchmarks.accuracy.gpu.__main__ import main
-from benchmarks.accuracy.gpu.plans import TRACED_LENGTH, empty_stages, of_length, stage_layers, with_half_head
+from benchmarks.accuracy.gpu.fitting import named_constants, values_of, with_values
+from benchmarks.accuracy.gpu.plans import (
+    TRACED_LENGTH,
+    empty_stages,
+    of_length,
+    of_whole_layers,
+    stage_layers,
+    with_half_head,
+)
 from benchmarks.accuracy.gpu.predictions import Predicted, with_float8
 from benchmarks.accuracy.gpu.rows import Row, Sizes, read_rows
 from benchmarks.accuracy.gpu.scores import fast_runs, needs_no_more, of_grid, regret, spearman, summary
@@ -150,6 +159,44 @@ def test_a_traced_graph_of_another_length_is_the_one_traced_with_it(is_llama: bo
         trace(*decoder.build(replace(config, seq_len=length), 4), mode="train") for length in (TRACED_LENGTH, 48)
     )
     assert of_length(traced, 48).fingerprint == wanted.fingerprint
+
+
+def test_layers_that_are_wrapped_have_no_blocks_inside() -> None:
+    config = decoder.Config(128, 2, 64, 4, 4, 16, 256, 256)
+    graph = trace(*decoder.build(config, 2))
+    whole = of_whole_layers(graph)
+    inside = {path for path in block_paths(whole) if path.startswith("layers")}
+    assert inside == {"layers.0", "layers.1"}
+    assert inside < {*block_paths(graph)}
+    assert [node.op for node in whole.nodes] == [node.op for node in graph.nodes]
+
+
+def test_buckets_of_megatron_grow_with_ranks_and_others_are_as_emitted() -> None:
+    megatron, foundry = (software_of(name, read_softwares()) for name in ("Megatron-LM", "llm-foundry"))
+    assert [megatron.bucket_bytes(ranks) // 4 for ranks in (1, 40, 41, 1024)] == [
+        40_000_000, 40_000_000, 41_000_000, 1_024_000_000,
+    ]  # fmt: skip
+    assert foundry.bucket_bytes(1024) == 0
+
+
+def test_constants_that_are_not_named_stay() -> None:
+    softwares, profiles = read_softwares(), {name: load_profile(name) for name in ("h100", "gb200")}
+    constants = named_constants(["nemo.matmul+attention", "gb200.clock", "nanotron.matmul"], ["nemo"], [*profiles])
+    assert [constant.owner for constant in constants] == ["nemo", "gb200"], "no row is of nanotron"
+    logs = values_of(constants, softwares, profiles)
+    changed, clocked = with_values(constants, logs + math.log(2), softwares, profiles, "a test")
+    before, after = (software_of("NeMo", each) for each in (softwares, changed))
+    assert after.slowdowns == {name: pytest.approx(2 * value, 1e-3) for name, value in before.slowdowns.items()}
+    assert (after.host, after.step_ns) == (before.host, before.step_ns)
+    assert software_of("nanotron", changed) == software_of("nanotron", softwares)
+    assert clocked["h100"] is profiles["h100"]
+    assert clocked["gb200"].facts.sustained_clock == pytest.approx(2 * profiles["gb200"].facts.sustained_clock)
+
+
+@pytest.mark.parametrize("name", ["clock", "nemo.speed", "nemo.matmul+pass_ns"])
+def test_a_constant_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="expected a constant"):
+        named_constants([name], ["nemo"], ["h100"])
 
 
 def test_the_head_of_a_model_trained_in_float8_stays_in_16_bits() -> None:

@@ -165,3 +165,23 @@ def test_sequences_that_come_in_halves_are_not_exchanged_in_each_attention() -> 
     assert begins(emitted, "operator all_to_all")
     assert begins(other, "operator ring")
     assert not begins(other, "operator all_to_all")
+
+
+def test_flat_buffers_hold_large_gradients_and_parameters_too() -> None:
+    """Fewer collectives, of as many bytes: the latency of many ranks is paid once a buffer."""
+    graph, plan = planned(dp=4, zero=1)
+    each, packed = (
+        simulate(graph, plan, slow_links(), Overlap(Sums.BUFFERED, bucket_bytes=size)) for size in (0, 1 << 24)
+    )
+    assert packed.comm_bytes == each.comm_bytes
+    for kind in ("gradient", "parameter"):
+        assert 0 < len(begins(packed, kind)) < len(begins(each, kind)), kind
+
+
+def test_a_buffer_is_no_larger_than_its_most() -> None:
+    graph, plan = planned(dp=4, zero=1)
+    counts = [
+        len(begins(simulate(graph, plan, slow_links(), Overlap(Sums.BUFFERED, bucket_bytes=size)), "gradient"))
+        for size in (1 << 20, 1 << 22, 1 << 30)
+    ]
+    assert counts[0] > counts[1] > counts[2]

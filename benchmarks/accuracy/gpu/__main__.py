@@ -1,7 +1,7 @@
 """Predicted beside measured training iterations of GPUs, whole steps and peaks of memory.
 
-    python -m benchmarks.accuracy.gpu FILES… [--models CSV] [--source S] [--every N] [--fast] [--cross-validate]
-        [--fit ROUNDS] [--odds] [--output FILE]
+    python -m benchmarks.accuracy.gpu FILES… [--models CSV] [--source S] [--gpu G] [--every N] [--fast]
+        [--cross-validate] [--fit ROUNDS] [--constants NAME…] [--odds] [--output FILE]
 
 FILES: CSVs of measured configurations (`rows`), plain or gzipped. Each row becomes the plan that `template_plan` makes
 of it, on the model as its software computes it (`decoder`), and is simulated with the shipped profile of its GPU joined
@@ -9,7 +9,8 @@ by its software's facts (`softwares`). Rows that cannot be expressed are listed 
 
 --fit goes on from the shipped constants (`fitting`), fits them to the rows whose time is known (of a grid, to runs that
 reach half of their cell's best), and writes softwares.json and the clocks in cost_profiles. --cross-validate fits
-without the rows of each model, and of each source, in turn, and reports the errors of these.
+without the rows of each model, and of each source, in turn, and reports the errors of these. --constants names those
+that are fitted (an owner, a dot, a constant: gb200.clock, nemo.matmul+attention); the others stay as they are.
 
 Printed and written to --output: of each source the mean absolute error (MAPE), the median signed error, the worst, the
 rank correlation and the memory's error; how many rows lie in their 90% intervals (`odds`; --odds writes how sure steps
@@ -45,9 +46,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("csv", type=Path, nargs="+", metavar="FILES")
     parser.add_argument("--models", type=Path, help="sizes of the models; by default models.csv beside each file")
     parser.add_argument("--source", default="", help="only rows whose source has this in its name")
+    parser.add_argument("--gpu", default="", help="only rows whose GPU has this in its name")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th row of each file")
     parser.add_argument("--fast", action="store_true", help="of a grid, only runs that reach half of their cell's best")
     parser.add_argument("--fit", type=int, default=0, metavar="ROUNDS", help="fit the constants and write them")
+    parser.add_argument("--constants", nargs="+", default=(), metavar="NAME", help="fit these and leave all others")
     parser.add_argument("--cross-validate", action="store_true", help="leave out each model and each source in turn")
     parser.add_argument("--odds", action="store_true", help="write the spread of whole steps into the profiles")
     parser.add_argument("--output", type=Path, help="a file for every row as JSON")
@@ -62,6 +65,7 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
     found = []
     for path in options.csv:
         rows = [row for row in read_rows(path, options.models) if options.source.lower() in row.source.lower()]
+        rows = [row for row in rows if options.gpu.lower() in row.gpu.lower()]
         found += (reaching_half(rows) if options.fast else rows)[:: options.every]
     return found
 
@@ -83,10 +87,13 @@ def main(arguments: list[str] | None = None) -> int:
         items = list(items)
         chosen = worth_fitting(items)
         if options.fit:
-            softwares, profiles = fit(chosen, softwares, profiles, options.fit, f"{len(chosen)} rows")
+            told = f"{len(chosen)} rows by {' '.join(_flags(options))}"
+            softwares, profiles = fit(chosen, softwares, profiles, options.fit, told, options.constants)
             write_constants(softwares, profiles)
-        left_out = cross_validated(chosen, softwares, profiles) if options.cross_validate else {}
     predictions = [predict(item, softwares, profiles) for item in items]
+    if options.cross_validate:
+        known = {item.row.id: item.seconds for item in predictions}
+        left_out = cross_validated(chosen, softwares, profiles, options.constants, known)
     seconds = round(time.process_time() - started)
     print(printed(predictions, left_out, seconds))
     if options.odds:
@@ -98,7 +105,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _flags(options: argparse.Namespace) -> list[str]:
-    given = {"--source": options.source, "--every": options.every if options.every > 1 else ""}
+    given = {"--source": options.source, "--gpu": options.gpu, "--every": options.every if options.every > 1 else ""}
+    given |= {"--fit": options.fit or "", "--constants": " ".join(options.constants)}
     found = [f"{name} {value}" for name, value in given.items() if value]
     return [*found, *(["--fast"] if options.fast else []), *(["--cross-validate"] if options.cross_validate else [])]
 

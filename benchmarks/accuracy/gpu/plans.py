@@ -20,7 +20,7 @@ import torch
 import autopar
 from autopar.cost import Profile
 from autopar.errors import AutoparError
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Scope
 from autopar.ir.plan import Plan
 from autopar.ir.recompute import operator_call
 from autopar.microbatch import divided_graph
@@ -113,8 +113,8 @@ def graphs(rows: Sequence[Row], softwares: tuple[Software, ...]) -> Iterator[tup
         own = config(row)
         return replace(own, seq_len=TRACED_LENGTH) if own.fuses_attention else own
 
-    def key(row: Row) -> tuple[str, str]:
-        return str(traced_as(row)), row.precision
+    def key(row: Row) -> tuple[str, str, bool]:
+        return str(traced_as(row)), row.precision, software_of(row.framework, softwares).wraps_layers
 
     for _, group in groupby(sorted(rows, key=key), key):
         members = sorted(group, key=lambda row: (row.seq, row.global_batch))
@@ -122,6 +122,7 @@ def graphs(rows: Sequence[Row], softwares: tuple[Software, ...]) -> Iterator[tup
         dtype = None if members[0].precision == "fp32" else torch.bfloat16
         whole = trace(*decoder.build(traced_as(members[0]), batch), mode="train", compute_dtype=dtype)
         whole = with_half_head(whole) if members[0].precision == "fp8" else whole
+        whole = of_whole_layers(whole) if key(members[0])[2] else whole
         for seq, same_length in groupby(members, lambda row: row.seq):
             long = of_length(whole, seq)
             for size, same in groupby(same_length, lambda row: row.global_batch):
@@ -136,6 +137,17 @@ def with_half_head(graph: Graph) -> Graph:
         name: replace(tensor, dtype="float16") if name in made else tensor for name, tensor in graph.tensors.items()
     }
     return replace(graph, tensors=tensors)
+
+
+def of_whole_layers(graph: Graph) -> Graph:
+    """A model whose layers are gathered whole, as FSDP gathers modules that are wrapped: nothing inside of a layer is a
+    block of its own, so its parameters come together, one layer ahead."""
+
+    def cut(scope: Scope) -> Scope:
+        depth = next((n for n, (path, _) in enumerate(scope.path) if re.fullmatch(r"layers\.\d+", path)), None)
+        return scope if depth is None else Scope(scope.path[: depth + 2])
+
+    return replace(graph, nodes=tuple(replace(node, scope=cut(node.scope)) for node in graph.nodes))
 
 
 def of_length(graph: Graph, seq: int) -> Graph:

@@ -113,6 +113,7 @@ def overlap_of(row: Row, software: Software) -> Overlap:
     return Overlap(
         sums, software.cuts_activations, casts=False, adds=not software.adds_in_products,
         balances=software.context != "ring", queues_apart=software.queues_apart,
+        bucket_bytes=software.bucket_bytes(row.dp * row.cp),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from autopar.cost.profile import LIKE, Curve, Host, OperatorCurve, Profile, Prov
 from autopar.profiler.published.attention import with_kernel
 from autopar.profiler.text import profile_text
 
+FLOAT32_BYTES = 4
 HOPPER = ("h100", "h200")  # begins of the names of profiles
 TABLE = Path(__file__).with_name("softwares.json")
 
@@ -22,23 +23,25 @@ TABLE = Path(__file__).with_name("softwares.json")
 class Software:
     """One entry.
 
-    matches: a regular expression on a row's framework; the first entry that matches counts, the last one matches all.
-    model: what its models are made of, beside sizes (fields of `decoder.Config`). late_sums, late_gathers: the kinds
-    of ZeRO with which gradients are summed after the backward pass, and parameters gathered while nothing is
+    matches: a regular expression on a row's framework; the first entry that matches counts, the last one matches
+    all. model: what its models are made of, beside sizes (fields of `decoder.Config`). late_sums, late_gathers: the
+    kinds of ZeRO with which gradients are summed after the backward pass, and parameters gathered while nothing is
     computed. keeps_sums: float32 sums of the gradients are in memory all the time. keeps_gradients: so are the
     gradients themselves, in 16 bits, until they are summed. adds_in_products: the products that make gradients of
-    weights add them to the float32 sums. queues_apart: as in `autopar.simulate.Overlap`. pinned: of what collectives
-    along tensor parallelism read and wrote (`memory.sent_ahead_bytes`), the part whose memory cannot be used again
-    yet; pinned_spread: standard deviation of measured over predicted of that. cuts_activations: as in
-    `autopar.simulate.Overlap`. attention: its kernel, where that is not the newest that the device's profile knows
-    ("flash2"). context: how attention runs over sequences that are split, as `template_plan` calls it. regathers: the
-    norms of a layer after which sequence parallelism gathers, and gathers again in the backward pass. cut: how layers
-    are given to stages, "even" or "threshold" (`by_threshold`). slowdowns: by family of operators, how many times as
-    long as the device's curve they take: that is of one kernel a call, where a software may need several; on_hopper:
-    how many times that again on these devices, where its kernels are of Ampere's instructions. step_ns: what it does
-    once a step while the device waits; step_passes: beside that, how often it goes over the rank's gradients in
-    float32, which it clips, casts and copies one by one. host: what launching costs, as in
-    `autopar.cost.profile.Host`.
+    weights add them to the float32 sums. queues_apart: as in `autopar.simulate.Overlap`. bucket_elements: of
+    gradients that travel together, the most of a few ranks, and each rank's share of the most of many
+    (`bucket_bytes`); zeros: as emitted programs pack them. pinned: of what collectives along tensor parallelism
+    read and wrote (`memory.sent_ahead_bytes`), the part whose memory cannot be used again yet; pinned_spread:
+    standard deviation of measured over predicted of that. cuts_activations: as in `autopar.simulate.Overlap`.
+    attention: its kernel, where that is not the newest that the device's profile knows ("flash2"). context: how
+    attention runs over sequences that are split, as `template_plan` calls it. regathers: the norms of a layer after
+    which sequence parallelism gathers, and gathers again in the backward pass. wraps_layers: ZeRO gathers each
+    layer's parameters together, one layer ahead, as FSDP does. cut: how layers are given to stages, "even" or
+    "threshold" (`by_threshold`). slowdowns: by family of operators, how many times as long as the device's curve
+    they take: that is of one kernel a call, where a software may need several; on_hopper: how many times that again
+    on these devices, where its kernels are of Ampere's instructions. step_ns: what it does once a step while the
+    device waits; step_passes: beside that, how often it goes over the rank's gradients in float32, which it clips,
+    casts and copies one by one. host: what launching costs, as in `autopar.cost.profile.Host`.
     """
 
     name: str
@@ -50,12 +53,14 @@ class Software:
     keeps_gradients: bool
     adds_in_products: bool
     queues_apart: bool
+    bucket_elements: tuple[int, int]
     pinned: float
     pinned_spread: float
     cuts_activations: bool
     attention: str
     context: str
     regathers: tuple[str, ...]
+    wraps_layers: bool
     cut: str
     slowdowns: Mapping[str, float]
     on_hopper: Mapping[str, float]
@@ -63,6 +68,11 @@ class Software:
     step_passes: float
     host: Host | None
     provenance: Provenance
+
+    def bucket_bytes(self, ranks: int) -> int:
+        """Of the buckets of float32 sums that so many ranks add up, 0 for those of emitted programs."""
+        least, each = self.bucket_elements
+        return FLOAT32_BYTES * max(least, each * ranks)
 
     def on(self, profile: Profile) -> Profile:
         """The device's profile as this software uses it."""
@@ -106,7 +116,7 @@ def by_threshold(costs: Sequence[float], stages: int) -> list[int]:
 
 # The file ----------------------------------------
 
-_KINDS = ("late_sums", "late_gathers", "regathers")
+_KINDS = ("late_sums", "late_gathers", "regathers", "bucket_elements")
 
 
 def read_softwares(path: Path = TABLE) -> tuple[Software, ...]:
@@ -117,7 +127,7 @@ def read_softwares(path: Path = TABLE) -> tuple[Software, ...]:
 def _software(name: str, entry: Mapping[str, Any]) -> Software:
     provenance = Provenance(**entry["provenance"])
     host = Host(**entry["host"], provenance=provenance) if entry["host"] else None
-    kinds = {kind: tuple(entry[kind]) for kind in _KINDS}
+    kinds: dict[str, Any] = {kind: tuple(entry[kind]) for kind in _KINDS}
     return Software(name, **{**entry, **kinds, "host": host, "provenance": provenance})
 
 
