@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -164,6 +164,18 @@ def joined_axes(graph: Graph, placements: Mapping[str, NodePlan], axes: tuple[Ax
             over = _sent_over(placements[node.name].operands, axes)
             found.update({tuple(axes[position].name for position in over): None} if len(over) > 1 else {})
     return tuple(found)
+
+
+def place_table_bytes(layers: Iterable[Node], placements: Mapping[str, NodePlan], axes: tuple[Axis, ...]) -> int:
+    """What the runtime keeps to tell where each expert is, of all layers that look for them alike: an int64 for each
+    expert and one more; where ranks are one after the other in two orders by load, for each."""
+    found = dict[tuple[object, ...], int]()
+    for node in layers:
+        operands, experts = placements[node.name].operands, int(argument(node, 7, "num_experts", 1))
+        over, sent = split_by(operands[3], lambda type_: type_ == S(0)), _sent_over(operands, axes)
+        orders = 2 if table_of(node) is not None and len(sent) > 1 else 1
+        found[experts, tuple(over), tuple(sent), orders] = orders * (experts + 1) * torch.int64.itemsize
+    return sum(found.values())
 
 
 def _table_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:

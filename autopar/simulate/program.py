@@ -51,6 +51,7 @@ from autopar.ir.recompute import PieceStep, makes_memory, pieces_needed
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import answered_values, leaving_values
 from autopar.ops.communication import inner_communication, worked_shapes
+from autopar.ops.experts import ROUTED_EXPERTS, place_table_bytes
 from autopar.ops.inner import Inner
 from autopar.ops.saved import Extra, Saved
 from autopar.ops.table import operator
@@ -364,6 +365,7 @@ class Lowering:
         self.facts, self.prices, self.batched, self.others = facts, prices, batched, others
         self.casts = casts
         self.twins = facts.twins(plan.blocks)
+        self.routed = [node for node in graph.nodes if node.op == ROUTED_EXPERTS]
         self.shapes = LocalShapes(graph, plan)
         self.program = LocalProgram()
         self.copies = Copies(graph, plan, profile.device_type, self.shapes)
@@ -946,12 +948,12 @@ class Lowering:
 
     def _scalar_bytes(self) -> int:
         """What the runtime keeps of single numbers: each microbatch's loss and its gradient, 1; what a mean divides by;
-        the ranks of the mesh."""
+        the ranks of the mesh; where experts are."""
         loss, devices = self.graph.loss, self._num_ranks()
         held = RANK_BYTES * devices if devices > 1 and self.profile.device_type == "cpu" else 0
         if self.trains and loss is not None and loss in self.placements:
             held += (self.plan.microbatches + 1) * self.graph.tensors[loss].itemsize + COUNT_BYTES
-        return held
+        return held + place_table_bytes(self.routed, self.plan.nodes, self.plan.axes)
 
     def _stored_price(self, name: str) -> StoredPrice:
         tensor, optimizer = self.graph.kept(name), self.plan.optimizer

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from autopar.ir.placement import S
+from autopar.ir.placement import Axis, S
+from autopar.ir.plan import NodePlan
 from autopar.ops import axis_rules
-from autopar.ops.experts import ROUTED_EXPERTS, exchanged_rows
+from autopar.ops.experts import ROUTED_EXPERTS, exchanged_rows, place_table_bytes
 from autopar.ops.notation import AxisRule
+from autopar.runtime.lowering import experts as lowering
 from autopar.runtime.lowering.experts import routed_experts as runtime_experts
 from tests.ops.interpreter import Case, check, make_case
 from tests.ops.samples import f, table_samples
@@ -111,3 +114,21 @@ def test_what_is_exchanged_follows_the_tokens() -> None:
     rows = exchanged_rows(4096, 2, 8, 8)
     assert rows.sent == 8192 <= rows.mean <= rows.most < 8192 * 1.1
     assert exchanged_rows(4096, 2, 8, 8, "power_law:1.2").most > 2 * rows.most
+
+
+@pytest.mark.parametrize(
+    ("exchange", "sizes", "tables"), [("", (), 1), ("", (4,), 1), ("0:flat:1;2:two-level:3", (2, 2), 2)]
+)
+def test_what_tells_where_experts_are_is_counted_once_for_layers_alike(
+    exchange: str, sizes: tuple[int, ...], tables: int
+) -> None:
+    """The runtime's own table, of which layers that are alike share one; by load, one for each order of ranks."""
+    ids = torch.zeros(10, 2, dtype=torch.int64)
+    args = (f(10, 6), ids, f(10, 2), f(7, 6, 4), f(7, 4, 6), "relu", False, 7)
+    node = make_case(ROUTED_EXPERTS, args, {"exchange": exchange} if exchange else {}).node
+    axes = tuple(Axis(f"a{n}", size, 2 - n) for n, size in enumerate(sizes))
+    twin = replace(node, name="twin")
+    split = NodePlan((tuple(S(0) for _ in sizes),) * 5, (tuple(S(0) for _ in sizes),))
+    found = place_table_bytes([node, twin], {node.name: split, "twin": split}, axes)
+    own = tuple(lowering._ExpertAxis(size, 0, n) for n, size in enumerate(sizes))
+    assert found == tables * lowering._slots(7, own, torch.device("cpu")).nbytes
