@@ -101,12 +101,7 @@ class Finalists:
         """
         if not plans:
             return plans
-        _, fastest_ns = _fastest(plans)
-        return plans + self._simulated_of(self._like(plans), MOST_FINALISTS, fastest_ns)
-
-    def _like(self, plans: Sequence[tuple[EstimatedStages, Timeline]]) -> list[EstimatedStages]:
-        """What fits by estimate and differs from the fastest of some plans in borders or in chunks alone; not those."""
-        fastest, fastest_ns = _fastest(plans)
+        fastest, fastest_ns = min(((c, played.step_time_ns) for c, played in plans), key=lambda pair: pair[1])
         near = {_but_borders(c) for c, played in plans if played.step_time_ns <= fastest_ns * (1 + LIKE_BORDERS)}
         near.add(_but_chunks(fastest))
         known = {(candidate.ways, candidate.schedule, candidate.stage_of_layer) for candidate, _ in plans}
@@ -116,24 +111,16 @@ class Finalists:
             is_like = not near.isdisjoint((_but_borders(candidate), _but_chunks(candidate)))
             if is_like and key not in known and candidate.peak_bytes <= self.layered.admitted:
                 others.setdefault(key, candidate)
-        return list(others.values())
+        return plans + self._simulated_of(list(others.values()), MOST_FINALISTS, fastest_ns)
 
     def _kept_more(self, plans: list[tuple[EstimatedStages, Timeline]]) -> list[tuple[EstimatedStages, Timeline]]:
-        """With the fastest plans again, of which fewer layers are computed again, if any are and that fits; of what is
-        like the fastest, too, since other numbers of chunks leave other room."""
+        """With the fastest plan again, of which fewer layers are computed again, if any are and that fits.
+
+        Estimates of its peak are corrected by what was simulated.
+        """
         if not plans:
             return plans
-        plans = self._keeping_more(plans)
-        (best, played), (_, fastest_ns) = min(plans, key=_step_of), _fastest(plans)
-        admitted = int(self.layered.limit * best.peak_bytes / played.peak_bytes)
-        fewer = (keeping_more(self.layered, candidate, admitted) for candidate in self._like(plans))
-        more = sorted((one for one in fewer if one is not None), key=lambda one: one.step_ns)
-        found = self._simulated_of(more[:FINALISTS], FINALISTS, fastest_ns)
-        return self._keeping_more(plans + found) if found else plans
-
-    def _keeping_more(self, plans: list[tuple[EstimatedStages, Timeline]]) -> list[tuple[EstimatedStages, Timeline]]:
-        """Estimates of the fastest one's peak are corrected by what was simulated."""
-        best, played = min(plans, key=_step_of)
+        best, played = min(plans, key=lambda pair: pair[1].step_time_ns)
         for _ in range(CORRECTIONS):
             admitted = int(self.layered.limit * best.peak_bytes / played.peak_bytes)
             fewer = keeping_more(self.layered, best, admitted)
@@ -258,15 +245,6 @@ def first_ranks(sizes: Sequence[int]) -> list[int]:
     order = sorted(range(len(sizes)), key=lambda number: -sizes[number])
     begins = dict(zip(order, accumulate((sizes[number] for number in order), initial=0), strict=False))
     return [begins[number] for number in range(len(sizes))]
-
-
-def _step_of(plan: tuple[EstimatedStages, Timeline]) -> int:
-    return plan[1].step_time_ns
-
-
-def _fastest(plans: Sequence[tuple[EstimatedStages, Timeline]]) -> tuple[EstimatedStages, int]:
-    candidate, played = min(plans, key=_step_of)
-    return candidate, played.step_time_ns
 
 
 def _but_borders(candidate: EstimatedStages) -> tuple[Any, ...]:
