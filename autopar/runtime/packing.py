@@ -12,7 +12,7 @@ FIRST_BUCKET_BYTES = 1 << 20  # the first to be complete is small, so that the l
 MAX_IN_FLIGHT = 3  # buckets that hold a whole gradient while only its shard is wanted
 
 
-class Limits(NamedTuple):
+class BucketSizes(NamedTuple):
     """From which size on a tensor travels alone, and the most that the first bucket of a way takes, and later ones."""
 
     lone_bytes: int
@@ -20,13 +20,13 @@ class Limits(NamedTuple):
     bucket_bytes: int
 
 
-LIMITS = Limits(LONE_BYTES, FIRST_BUCKET_BYTES, BUCKET_BYTES)
+BUCKET_SIZES = BucketSizes(LONE_BYTES, FIRST_BUCKET_BYTES, BUCKET_BYTES)
 
 T = TypeVar("T")
 
 
 def pack_gathers(
-    items: Iterable[T], way: Callable[[T], Hashable], num_bytes: Callable[[T], int], limits: Limits = LIMITS
+    items: Iterable[T], way: Callable[[T], Hashable], num_bytes: Callable[[T], int], limits: BucketSizes = BUCKET_SIZES
 ) -> list[list[T]]:  # fmt: skip
     """Groups what is gathered at the begin of a step, in order of first use; large ones go alone.
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.ir.schedule import BACKWARD_INPUT, FORWARD
-from autopar.runtime.packing import LIMITS, MAX_IN_FLIGHT, Limits
+from autopar.runtime.packing import BUCKET_SIZES, MAX_IN_FLIGHT, BucketSizes
 from autopar.simulate.engine import (
     COMPUTE,
     LAST,
@@ -96,9 +96,9 @@ class Overlap(NamedTuple):
     bucket_bytes: int = 0
 
     @property
-    def packing(self) -> Limits:
+    def packing(self) -> BucketSizes:
         """What travels together."""
-        return Limits(1 << 62, self.bucket_bytes, self.bucket_bytes) if self.bucket_bytes else LIMITS
+        return BucketSizes(1 << 62, self.bucket_bytes, self.bucket_bytes) if self.bucket_bytes else BUCKET_SIZES
 
     def inside(self, sent: Sequence[Transmission]) -> Sequence[Transmission]:
         """Of what an operator sends, what is left."""

@@ -56,7 +56,7 @@ from autopar.ops.inner import Inner
 from autopar.ops.saved import Extra, Saved
 from autopar.ops.table import operator
 from autopar.ops.workspace import Sizes
-from autopar.runtime.packing import LIMITS, LONE_BYTES, Limits, pack_gathers
+from autopar.runtime.packing import BUCKET_SIZES, LONE_BYTES, BucketSizes, pack_gathers
 from autopar.simulate.facts import (
     Again,
     Call,
@@ -980,7 +980,7 @@ class Lowering:
 
     # Buckets ----------------------------------------
 
-    def first_gathers_of(self, program: LocalProgram, limits: Limits = LIMITS) -> list[Bucket]:
+    def first_gathers_of(self, program: LocalProgram, limits: BucketSizes = BUCKET_SIZES) -> list[Bucket]:
         """The buckets that slots are gathered in when the step begins, which come in the order of their first use."""
         self.program, slots = program, program.slots
         moved = (n for n, slot in enumerate(slots) if slot.converts)

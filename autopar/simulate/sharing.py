@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 from autopar.ir.redistribution import Step
-from autopar.runtime.packing import LIMITS, Limits
+from autopar.runtime.packing import BUCKET_SIZES, BucketSizes
 from autopar.simulate.program import Slot, Transmission, is_summed_first
 
 Sizes = tuple[tuple[int, int], ...]
@@ -86,7 +86,7 @@ class Moving(NamedTuple):
 class Ways:
     """Numbers of ways home: slots of one may travel together, as many as `limits` let."""
 
-    def __init__(self, limits: Limits = LIMITS) -> None:
+    def __init__(self, limits: BucketSizes = BUCKET_SIZES) -> None:
         self.limits = limits
         self._numbers: dict[Hashable, int] = {}
         self.steps: list[tuple[Step, ...]] = []
@@ -109,7 +109,7 @@ def _load(moving: Moving) -> Load:
 class OnWay:
     """A part's gradients that take one way, last ones first."""
 
-    def __init__(self, way: int, moved: Sequence[Moving], limits: Limits = LIMITS) -> None:
+    def __init__(self, way: int, moved: Sequence[Moving], limits: BucketSizes = BUCKET_SIZES) -> None:
         self.way, self.moved, self.crosses, self.limits = way, moved, moved[0].crosses, limits
         self.has_buffer = is_summed_first(moved[0].slot)
         self.ended_at = {moving.number: moving.ended_at for moving in moved}

@@ -15,7 +15,7 @@ from autopar.ir.placement import Placement
 from autopar.ir.plan import StagePlan
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
-from autopar.runtime.packing import LIMITS, Limits
+from autopar.runtime.packing import BUCKET_SIZES, BucketSizes
 from autopar.simulate.engine import LAST, Carried, Engine, Moment
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.orders import Orders, Unsupported
@@ -90,7 +90,7 @@ class KnownParts:
     limits: of what travels together.
     """
 
-    def __init__(self, prices: PriceTable | None = None, limits: Limits = LIMITS) -> None:
+    def __init__(self, prices: PriceTable | None = None, limits: BucketSizes = BUCKET_SIZES) -> None:
         self.prices = PriceTable() if prices is None else prices
         self.numbers, self.ways = Numbers(), Ways(limits)
         self.lowered: dict[tuple[int, int, int], tuple[Lowered, int]] = {}
