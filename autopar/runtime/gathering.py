@@ -4,7 +4,8 @@ A *unit* is a block with a forward of its own, together with all parameters belo
 A regathered parameter is converted when its unit runs forward, freed after it, converted again when the
 backward pass reaches the unit, and freed when its gradients are done; one unit ahead is already under way
 meanwhile, in the order and for the passes that the microbatch before showed. A unit that the backward pass recomputes
-is converted for that, and stays until its gradients are done. The program itself is a unit, too,
+is converted for that, and stays until its gradients are done. What is ahead of a recomputed call is what it begins
+with when it runs again: its first unit, and those inside of it that begin with it. The program itself is a unit, too,
 but keeps its own parameters between the forward and the backward pass: they are converted once a microbatch.
 
 All other converted parameters are converted once a step and kept. Their buckets start when it begins, in the order in
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,6 +105,15 @@ class Unit:
             self.fetch(slot)
 
 
+class Visit(NamedTuple):
+    """A run of a unit's block in a forward pass. call: the recomputed call that it is a part of; depth: how many units'
+    blocks run around it."""
+
+    unit: Unit
+    call: object | None = None
+    depth: int = 0
+
+
 class FirstConversions:
     """Parameters that are converted once a step, bucket by bucket, each waited for where the first of it is read.
 
@@ -160,8 +170,10 @@ class Gatherer:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = list(units)
-        self._order = list(units)  # as the forward pass visits them: as declared, until it has been seen once
-        self._visited: list[Unit] = []
+        self._visited: list[Visit] = []
+        self._depth = 0  # units whose blocks run
+        self._order: list[Visit] = []
+        self._take_order([Visit(unit) for unit in units])  # as declared, until it has been seen once
         self._part = WHOLE  # of the backward pass
         self.first = FirstConversions([slot for unit in units for slot in unit.kept])
         for unit in self.units:
@@ -187,13 +199,14 @@ class Gatherer:
 
     def begin_forward(self) -> None:
         """A microbatch's forward pass begins."""
-        self._visited = []
+        self._visited, self._depth = [], 0
         for unit in self.units:
             unit.has_run = False
 
     def begin_backward(self, part: str = WHOLE) -> None:
         """A microbatch's backward pass begins: its own forward pass, or that of another, may have just ended."""
         self._part = part
+        self._take_order(self._visited)
         for unit in self.units:
             unit.awaits_backward = unit.in_flight > 0
             unit.undone = sum(slot.leaf.requires_grad for slot in unit.regathered)
@@ -209,7 +222,7 @@ class Gatherer:
 
     def end_pass(self) -> None:
         """Frees whatever is still in place, such as frozen parameters and those that nothing used."""
-        self._order = self._visited or self._order
+        self._take_order(self._visited)
         for unit in self.units:
             unit.release(all_slots=True)
 
@@ -223,45 +236,94 @@ class Gatherer:
         is_again = unit.block.mesh.progress.is_again
         if not (is_again and unit.is_done):  # a block may run in pieces, of which the later ones have run backward
             unit.launch()
-        if not is_again:
-            self._visited.append(unit)
+        if is_again:
+            self._launch_after_again(unit)
+        else:
+            self._visited.append(Visit(unit, unit.block.mesh.progress.kept_call, self._depth))
+            self._depth += 1
             unit.has_run = True
-        self._launch_neighbour(unit, +1, is_again)
+            self._launch_following(unit)
         unit.finish()
         if unit.block.is_compiled:  # which would break in two where it waits
             for slot in unit.kept:
                 self.first.fetch(slot)
 
     def _after_forward(self, unit: Unit, outputs: Any) -> None:
-        if unit.block.mesh.progress.is_again or not unit.regathered or unit.is_root:
+        progress = unit.block.mesh.progress
+        if progress.is_again:
             return
+        self._depth -= 1
+        if not unit.regathered or unit.is_root:
+            return
+        runs_again = progress.kept_call is not None
         differentiable = [x for x in tensors_in(outputs) if x.requires_grad]
         if differentiable and torch.is_grad_enabled():
             unit.in_flight += 1
-            register_multi_grad_hook(differentiable, lambda grad: self._before_backward(unit), mode="any")
+            register_multi_grad_hook(differentiable, lambda grad: self._before_backward(unit, runs_again), mode="any")
         unit.pin_seen(tensors_in(outputs))
         unit.release()
 
-    def _before_backward(self, unit: Unit) -> None:
+    def _before_backward(self, unit: Unit, runs_again: bool) -> None:
+        """runs_again: nothing of this run is kept, so that the unit is converted when it runs again, and not before."""
         unit.awaits_backward = False
         unit.runs_in.add(self._part)
         unit.in_flight -= 1
+        if runs_again:
+            return
         if not unit.is_done:  # a block may run in pieces, of which the later ones have brought all gradients
             unit.launch()
-        self._launch_neighbour(unit, -1)
+        self._launch_before(self._places.get(unit, 0))
         unit.finish()
 
-    def _launch_neighbour(self, unit: Unit, direction: int, is_again: bool = False) -> None:
-        """Starts to convert the unit that is next in this direction, if it is still to run in this pass.
+    def _take_order(self, visited: list[Visit]) -> None:
+        """From here on, units run as they did then."""
+        if visited and visited is not self._order:
+            self._order = visited
+            self._places = {visit.unit: place for place, visit in reversed([*enumerate(visited)])}  # of first visits
 
-        Of what is recomputed, all that is behind in forward order and awaits its backward pass is recomputed, too.
-        """
-        index = self._order.index(unit) + direction if unit in self._order else -1
-        if 0 <= index < len(self._order):
-            neighbour = self._order[index]
-            goes_backward = neighbour.awaits_backward and self._part in neighbour.runs_in
-            if goes_backward if direction < 0 or is_again else not neighbour.has_run:
-                neighbour.launch()
+    def _launch_following(self, unit: Unit) -> None:
+        """Starts to convert the next unit of the forward pass, if it is still to run."""
+        place = self._places.get(unit, len(self._order)) + 1
+        if place < len(self._order) and not self._order[place].unit.has_run:
+            self._order[place].unit.launch()
+
+    def _launch_after_again(self, unit: Unit) -> None:
+        """Starts to convert what is next where a unit runs again: the next one in its call, which runs again, too,
+        or, after its last, what the backward pass comes to when it is through with the call."""
+        if (place := self._places.get(unit)) is None:
+            return
+        following, call = self._order[place + 1 : place + 2], self._order[place].call
+        if call is None:  # operators that run again by themselves
+            for visit in following:
+                self._launch_awaiting(visit.unit)
+        elif following and following[0].call is call:
+            if not following[0].unit.is_done:
+                following[0].unit.launch()
+        else:
+            self._launch_before(self._first_of_call(place))
+
+    def _launch_before(self, place: int) -> None:
+        """Starts to convert what the backward pass comes to behind this visit: the unit before it, or, if that is part
+        of a recomputed call, what this begins with."""
+        if place:
+            first = self._first_of_call(place - 1)
+            self._launch_awaiting(self._order[first].unit)
+            for around, inside in zip(self._order[first:], self._order[first + 1 : place], strict=False):
+                if inside.depth <= around.depth:
+                    break
+                self._launch_awaiting(inside.unit)
+
+    def _first_of_call(self, place: int) -> int:
+        """The first visit of the recomputed call that a visit is a part of, or itself."""
+        call = self._order[place].call
+        while call is not None and place and self._order[place - 1].call is call:
+            place -= 1
+        return place
+
+    def _launch_awaiting(self, unit: Unit) -> None:
+        """Starts to convert a unit that this backward pass is still to reach."""
+        if unit.awaits_backward and self._part in unit.runs_in:
+            unit.launch()
 
 
 def start_conversion(slots: Iterable[ParameterUse]) -> Callable[[], None]:

@@ -45,13 +45,15 @@ class Progress:
     """Where a step is: the microbatch that runs, the count by which its mean loss is divided, and what else is known of
     all microbatches, by the tensor's name.
 
-    is_again: what runs is a block that the backward pass recomputes.
+    is_again: what runs is a block that the backward pass recomputes. kept_call: in the forward pass, the outermost call
+    around what runs that keeps nothing, and runs again.
     """
 
     microbatch: int = 0
     count: torch.Tensor | float | None = None
     whole: dict[str, torch.Tensor] = field(default_factory=dict)
     is_again: bool = False
+    kept_call: object | None = None
 
 
 Names = tuple[str, ...]

@@ -12,7 +12,7 @@ programs do not draw from them (`randomness`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,21 @@ def recomputed(block: Callable[..., Any], *inputs: Any) -> Any:
 
 def _contexts(progress: Progress) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """What the first and the second run of a block are under."""
-    return nullcontext(), AsThen(progress)
+    return FirstRun(progress), AsThen(progress)
+
+
+class FirstRun(AbstractContextManager[None]):
+    """The run in the forward pass of a call that keeps nothing; those inside of another belong to that."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+
+    def __enter__(self) -> None:
+        self.around = self.progress.kept_call
+        self.progress.kept_call = self.around or self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.kept_call = self.around
 
 
 class AsThen(AbstractContextManager[None]):

@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
@@ -47,6 +48,8 @@ class Orders:
     last: dict[int, int] = field(default_factory=dict)  # unit -> the last item in it, and in those inside of it
     gathers: dict[int, list[Bucket]] = field(default_factory=lambda: defaultdict(list))  # regathered, by unit
     regions: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    again: dict[int, tuple[int, ...]] = field(default_factory=dict)  # units of calls that run again, by region
+    before: dict[int, tuple[int, ...]] = field(default_factory=dict)  # what is asked for ahead where a unit is entered
     begun_at: dict[int, list[Slot]] = field(default_factory=lambda: defaultdict(list))
     ended_at: dict[int, list[tuple[Slot, bool]]] = field(default_factory=lambda: defaultdict(list))
     added_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -54,6 +57,20 @@ class Orders:
     kept_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     home_each_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     home_last_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+    def begun_with(self, unit: int) -> tuple[int, ...]:
+        """What the backward pass comes to first of a unit that it reaches: itself, or of a call that runs again, the
+        first unit, and those inside of it that begin with it."""
+        units = next((units for units in self.again.values() if unit in units), (unit,))
+        count = 1
+        while count < len(units) and units[count - 1] in self.around[units[count]]:
+            count += 1
+        return units[:count]
+
+    @property
+    def running_again(self) -> frozenset[int]:
+        """Units of calls that run again."""
+        return frozenset(unit for units in self.again.values() for unit in units)
 
     def hooks_ns(self, number: int, direction: str) -> tuple[int, int, int]:
         """What hooks add to an item's backward: gradients added up and complete ones taken into their buckets, in each
@@ -65,6 +82,11 @@ class Orders:
         return each, self.kept_ns.get(number, 0), self.home_last_ns.get(number, 0)
 
 
+def is_inside(path: str, module: str) -> bool:
+    """Whether a module is another one, or inside of it."""
+    return path == module or path.startswith(f"{module}.")
+
+
 def find_orders(program: LocalProgram, profile: Profile) -> Orders:
     """Reads the orders off a lowered program."""
     around, converting = program.around(), {slot.unit for slot in program.slots if not slot.is_alias} - {0}
@@ -74,6 +96,10 @@ def find_orders(program: LocalProgram, profile: Profile) -> Orders:
         orders.last.update(dict.fromkeys(around[item.unit], number))
         if item.region >= 0:
             orders.regions[item.region].append(number)
+    for region, path in program.calls_again.items():
+        units = dict.fromkeys(u for n in orders.regions[region] for u in orders.around[program.items[n].unit])
+        orders.again[region] = tuple([unit for unit in units if is_inside(program.units[unit], path)])
+    orders.before = {unit: orders.begun_with(before) for before, unit in pairwise(orders.visits)}
     for bucket in program.gathers:
         slot = program.slots[bucket.slots[0]]
         if slot.storage.regather:

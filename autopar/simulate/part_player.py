@@ -34,10 +34,10 @@ class LooksBack(Exception):
 
 
 class Ahead(NamedTuple):
-    """A unit of another part that this one asks for ahead."""
+    """Units of another part that this one asks for ahead."""
 
     part: Part
-    unit: int
+    units: tuple[int, ...]
 
 
 class RootBucket(NamedTuple):
@@ -164,7 +164,8 @@ class PartPlayer(Player):
         self.program = copy.copy(part.program)
         self.orders, self.lifetimes, self.directions = part.orders, part.lifetimes, part.directions
         self.foreign: dict[int, tuple[int, int]] = {}  # values of other parts' slots -> whose, and their numbers there
-        self.following = self.preceding = -1  # the numbers here of their units
+        self.following: tuple[int, ...] = ()  # the numbers here of their units
+        self.preceding: tuple[int, ...] = ()
         self.has_root = root is not None
         if following or preceding or root:
             self._look_around(following, preceding, root)
@@ -209,25 +210,25 @@ class PartPlayer(Player):
         orders.visits = [*orders.visits]
         count = len(program.units)
         if following is not None:
-            self.following = count
-            orders.visits.append(count)
-            self._add_unit(orders, following, count, FOLLOWING)
+            self.following = self._add_units(orders, following, count, FOLLOWING)
+            orders.visits += self.following
         if preceding is not None and BACKWARD in self.directions:
-            self.preceding = count + 1
-            orders.visits.insert(0, count + 1)
-            self._add_unit(orders, preceding, count + 1, PRECEDING)
+            self.preceding = self._add_units(orders, preceding, count + len(self.following), PRECEDING)
+            orders.before = orders.before | dict.fromkeys(self.orders.visits[:1], self.preceding)
             direction = self.directions[BACKWARD]
-            entered = direction.entered | {-1: (self.preceding,)}
+            entered = direction.entered | {-1: self.preceding}
             self.directions = {BACKWARD: replace(direction, entered=entered)}
         if root is not None:
             orders.gathers[ROOT] = [self._own_bucket(bucket, root) for bucket in root.buckets]
         self.orders = orders
 
-    def _add_unit(self, orders: Orders, ahead: Ahead, unit: int, whose: int) -> None:
-        orders.last[unit] = -1
-        for bucket in ahead.part.orders.gathers[ahead.unit]:
-            numbers = [self._add_slot(ahead.part, number, unit, whose) for number in bucket.slots]
-            orders.gathers[unit].append(replace(bucket, slots=numbers))
+    def _add_units(self, orders: Orders, ahead: Ahead, first: int, whose: int) -> tuple[int, ...]:
+        for unit, own in enumerate(ahead.units, first):
+            orders.last[unit] = -1
+            for bucket in ahead.part.orders.gathers[own]:
+                numbers = [self._add_slot(ahead.part, number, unit, whose) for number in bucket.slots]
+                orders.gathers[unit].append(replace(bucket, slots=numbers))
+        return tuple(range(first, first + len(ahead.units)))
 
     def _add_slot(self, part: Part, number: int, unit: int, whose: int) -> int:
         slots, value = self.program.slots, len(self.program.values) + len(self.foreign)
@@ -335,7 +336,7 @@ class PartPlayer(Player):
         tasks, length, is_forward = engine.tasks, engine.free_ns, self._kind.name == FORWARD
         done = finished(engine, dict(self.comm_bytes), self.along)
         entering = range(lowered.num_entering)
-        ahead = {self.following, self.preceding} & self._live
+        ahead = {*self.following, *self.preceding} & self._live
         own_live = self._live - ahead - {ROOT}
         return Exit(
             done=done,

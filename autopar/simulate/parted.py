@@ -384,7 +384,9 @@ class _PartedPass:
         if player.has_root:
             self.root = known.root
         for unit in known.ahead:
-            at, own = (self.joined.following if unit == player.following else self.joined.preceding)[number]
+            here = player.following if unit in player.following else player.preceding
+            at, units = (self.joined.following if here is player.following else self.joined.preceding)[number]
+            own = units[here.index(unit)]
             self.live[at] |= {own}
             packed = _arriving(known, {unit}, begin).get(unit, ())
             self.arriving[at][own] = [*self.arriving[at].get(own, ()), *packed]

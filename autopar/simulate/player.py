@@ -4,7 +4,8 @@ Parameters that are converted once a step start at its begin, in order of use. R
 unit before theirs does, one unit ahead, and again in the backward pass. A gradient bucket starts home as soon
 as its last gradient is there. Compute waits for the conversions that it reads; collectives on one
 link level queue. A region that is recomputed runs again before the first backward item that needs something of it;
-units in it are launched one ahead, as in the forward pass, and stay for the backward pass.
+units in it are launched then, one ahead, as in the forward pass, and stay for the backward pass; with the last of them
+what the region before begins with.
 
 A backward pass may come in two parts: the first makes gradients of what earlier stages sent, with the regathered
 parameters that this takes; the second those of stored tensors.
@@ -414,17 +415,17 @@ class Player:
         return last
 
     def _run_steps(self, direction: Direction) -> None:
-        left, visits = set(direction.regions), self.orders.visits
+        left, again = set(direction.regions), self.orders.running_again
         later = {unit for units in direction.entered.values() for unit in units}
         for step in direction.steps:
             for unit in direction.entered.get(step.number, ()):
                 later.discard(unit)
-                before = visits[max(0, visits.index(unit) - 1) : visits.index(unit)]
-                self._enter(unit, [unit for unit in before if unit in later])
+                if unit not in again:
+                    self._enter(unit, self._ahead_of(unit, later))
             for region in step.item.needs:
                 if region in left:
                     left.discard(region)
-                    self._recompute(region)
+                    self._recompute(region, later)
             self._run_backward(step)
 
     # Items ----------------------------------------
@@ -489,7 +490,31 @@ class Player:
             else:
                 self._send_home(index)
 
-    def _recompute(self, region: int) -> None:
+    def _ahead_of(self, unit: int, later: Collection[int]) -> list[int]:
+        """What is asked for ahead where the backward pass enters a unit, of those that it enters later."""
+        return [before for before in self.orders.before.get(unit, ()) if before in later]
+
+    def _recompute(self, region: int, later: Collection[int]) -> None:
+        """Runs a region again. later: units that the backward pass has not reached."""
+        if region in self.orders.again:
+            self._call_again(region, later)
+        else:
+            self._run_again(region)
+
+    def _call_again(self, region: int, later: Collection[int]) -> None:
+        """A module, whose units are entered as in the forward pass."""
+        units, begun = self.orders.again[region], set[int]()
+        for number in self.orders.regions[region]:
+            item = self.program.items[number]
+            for unit in self.orders.around[item.unit]:
+                if unit in units and unit not in begun:
+                    begun.add(unit)
+                    following = units[units.index(unit) + 1 :][:1]
+                    self._enter(unit, following or self._ahead_of(units[0], later))
+            self._run(number, item, "recompute", self.lifetimes.recompute)
+
+    def _run_again(self, region: int) -> None:
+        """Operators by themselves."""
         numbers = self.orders.regions[region]
         units = list(dict.fromkeys(self.program.items[number].unit for number in numbers))
         current = ROOT

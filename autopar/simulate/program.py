@@ -233,6 +233,7 @@ class LocalProgram:
     own: frozenset[int] = frozenset()  # items of the second part: another gradient does
     own_in_order: tuple[int, ...] = ()  # the same
     by_itself: frozenset[int] = frozenset()  # regions of operators: what others save of them is made again, too
+    calls_again: dict[int, str] = field(default_factory=dict)  # of the other regions, the module that is called
     end: int = 0  # one past the last item that is no other part's
     begins: bool = True  # no part is before it
     is_all: bool = True  # there is no other part
@@ -907,15 +908,19 @@ class Lowering:
         """Numbers the calls that run again: those of which the backward pass needs something."""
         if not self.calls:
             return
-        items, by_itself = self.program.items, set[int]()
+        items, by_itself, modules = self.program.items, set[int](), dict[int, str]()
         for (number, call), region in zip(self.calls, number_calls(call for _, call in self.calls), strict=True):
             items[number].region = region
-            by_itself.update([region] if isinstance(call, str) else ())
+            if isinstance(call, str):
+                by_itself.add(region)
+            elif call is not None:
+                modules[region] = call[-1][0]
         needed = pieces_needed([self._piece_step(number, by_itself) for number in range(len(items))])
         again = {region for regions in needed for region in regions}
         for item, regions in zip(items, needed, strict=True):
             item.region, item.needs = item.region if item.region in again else -1, regions
         self.program.by_itself = frozenset(by_itself & again)
+        self.program.calls_again = {region: path for region, path in modules.items() if region in again}
 
     def _piece_step(self, number: int, by_itself: Collection[int]) -> PieceStep:
         program, item = self.program, self.program.items[number]

@@ -17,8 +17,9 @@ class Renames:
     """Of the parts of a stage in order. They know nothing of passes, which keep them."""
 
     def __init__(
-        self, segments: Sequence[Segment], players: Sequence[PartPlayer], following: Sequence[Place],
-        preceding: Sequence[Place], root_parts: Sequence[int], named: dict[tuple[Segment, int], dict[str, str]],
+        self, segments: Sequence[Segment], players: Sequence[PartPlayer], following: Sequence[tuple[int, object]],
+        preceding: Sequence[tuple[int, object]], root_parts: Sequence[int],
+        named: dict[tuple[Segment, int], dict[str, str]],
     ) -> None:  # fmt: skip
         """following, preceding, root_parts: as in `Joined`. named: of a segment and the number of an equal one, what
         that calls the same, as far as it was asked for."""

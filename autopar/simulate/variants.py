@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
@@ -45,6 +45,10 @@ from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, OtherLane, 
 from autopar.simulate.segments import Differences, Key, Numbers, Segment, known_segments
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways
 
+Neighbour = tuple[int, tuple[int, ...]]
+"""Units that are entered after a part's own, or before: their part, −1 for none, and numbers there."""
+
+NO_NEIGHBOUR: Neighbour = (-1, ())
 KEPT_PARTS, KEPT_OBJECTS = 1 << 12, 1 << 16  # of equal stages: more are forgotten all at once
 
 
@@ -64,11 +68,12 @@ class FirstGathers(NamedTuple):
 
 class Joined(NamedTuple):
     """A plan's parts as they are played, with what joins them: for each part, the unit that is entered after its own,
-    and the one before them; of which parts regathered slots belong to no unit; slots that are lent to others."""
+    and those that the backward pass comes to behind them; of which parts regathered slots belong to no unit; slots that
+    are lent to others."""
 
     players: tuple[PartPlayer, ...]
-    following: Sequence[tuple[int, int]]
-    preceding: Sequence[tuple[int, int]]
+    following: Sequence[Neighbour]
+    preceding: Sequence[Neighbour]
     root_parts: tuple[int, ...]
     root: Root | None
     lent: Sequence[Mapping[int, Key]]
@@ -234,7 +239,7 @@ class Variants:
         ])  # fmt: skip
         known = self._joined.get(players)
         if known is None:
-            nothing = ((-1, -1),) * len(parts)
+            nothing = (NO_NEIGHBOUR,) * len(parts)
             known = self._joined[players] = Joined(
                 players, nothing, nothing, (), None, ({},) * len(parts), False, {}
             )  # fmt: skip
@@ -270,7 +275,7 @@ class Variants:
         players = []
         for number, part in enumerate(parts):
             around = (
-                _ahead(parts, following[number], _gathers_in), _ahead(parts, preceding[number], _is_entered),
+                _ahead(parts, following[number]), _ahead(parts, preceding[number]),
                 root if number in (0, begins_back) or number in root_parts else None, number == 0,
                 number == begins_back,
                 frozenset(n for n in lent[number] if part.program.slots[n].value < part.lowered.num_entering),
@@ -479,23 +484,26 @@ class Variants:
         lowering.constants = dict(enumerate(constants.values()))
 
 
-def _neighbours(parts: Sequence[Part]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """For each part, the unit that is entered after its own, and the one before them: part and number there."""
-    following, preceding = [(-1, -1)] * len(parts), [(-1, -1)] * len(parts)
+def _neighbours(parts: Sequence[Part]) -> tuple[list[Neighbour], list[Neighbour]]:
+    """For each part, the unit that is entered after its own, and those that the backward pass comes to behind them."""
+    following, preceding = [NO_NEIGHBOUR] * len(parts), [NO_NEIGHBOUR] * len(parts)
     last = -1
     for number, part in enumerate(parts):
-        if part.orders.visits:
+        orders = part.orders
+        if orders.visits:
+            first = number, tuple([unit for unit in orders.visits[:1] if unit in orders.gathers])
             if last >= 0:
-                following[last] = number, part.orders.visits[0]
-                preceding[number] = last, parts[last].orders.visits[-1]
+                before = parts[last].orders.begun_with(parts[last].orders.visits[-1])
+                following[last] = first
+                preceding[number] = last, tuple([unit for unit in before if _is_entered(parts[last], unit)])
             elif number:
-                following[0] = number, part.orders.visits[0]
+                following[0] = first
             last = number
     return following, preceding
 
 
 def _borrowed(
-    player: PartPlayer, number: int, preceding: Sequence[tuple[int, int]], parts: Sequence[Part],
+    player: PartPlayer, number: int, preceding: Sequence[Neighbour], parts: Sequence[Part],
     lent: Sequence[Mapping[int, Key]],
 ) -> dict[int, Key]:  # fmt: skip
     """Lent slots that this part asks for ahead, by their numbers here."""
@@ -509,14 +517,9 @@ def _borrowed(
     return found
 
 
-def _ahead(parts: Sequence[Part], unit: tuple[int, int], counts: Callable[[Part, int], bool]) -> Ahead | None:
-    """A unit of another part, if there is one that counts."""
-    number, local = unit
-    return Ahead(parts[number], local) if number >= 0 and counts(parts[number], local) else None
-
-
-def _gathers_in(part: Part, unit: int) -> bool:
-    return unit in part.orders.gathers
+def _ahead(parts: Sequence[Part], neighbour: Neighbour) -> Ahead | None:
+    number, units = neighbour
+    return Ahead(parts[number], units) if units else None
 
 
 def _is_entered(part: Part, unit: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -74,3 +75,17 @@ def test_the_backward_pass_enters_the_inner_unit_first_where_both_return_the_sam
     assert entered == [["body.layers.1", "body"], ["body.layers.0"]]
     numbers = list(direction.entered)
     assert numbers[0] == max(step.number for step in direction.steps if step.item.unit not in (0,))
+
+
+def test_ahead_of_a_call_that_runs_again_is_what_it_begins_with() -> None:
+    model, batch = Whole(), {"tokens": torch.zeros(4, 6, dtype=torch.long)}
+    plan = autopar.template_plan(model, autopar.Mesh("cpu", devices_per_node=2), batch, dp=2, zero=3)
+    again = replace(plan, recompute=("body.layers.0", "body.layers.1"))
+    (part,) = stage_in_one(trace(model, batch), again, template_profile()).parts
+    number = {path: unit for unit, path in enumerate(part.program.units)}
+    first, second, body = number["body.layers.0"], number["body.layers.1"], number["body"]
+    assert part.orders.before == {first: (body,), second: (first,)}
+    assert sorted(part.orders.again.values()) == [(first,), (second,)]
+    assert part.orders.running_again == {first, second}
+    (whole,) = stage_in_one(trace(model, batch), replace(plan, recompute=("body",)), template_profile()).parts
+    assert whole.orders.begun_with(number["body.layers.1"]) == (body, first)
