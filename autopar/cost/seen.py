@@ -115,7 +115,7 @@ class SeenRuns:
 
     def of_gradients(self, ranks_sharing: int) -> float:
         """How many times longer it takes to take a gradient that goes home than it is priced."""
-        own = [item for item in self.gradients if item.ranks_sharing == ranks_sharing]
+        own = [item for item in self.gradients if item.ranks_sharing == ranks_sharing and item.priced_ns]
         return sum(item.duration_ns for item in own) / sum(item.priced_ns for item in own) if own else 1.0
 
     @cached_property

@@ -32,7 +32,7 @@ from autopar.errors import TraceFileError
 from autopar.ir.placement import Axis
 from autopar.ir.schedule import BACKWARD, FORWARD
 from autopar.observed.expected import from_json
-from autopar.observed.kineto import RankTrace, StatementPass
+from autopar.observed.kineto import Journey, RankTrace, StatementPass
 from autopar.observed.measured import Measured, measured
 from autopar.observed.simulated import Simulated
 from autopar.ops.work import WorkKey
@@ -156,13 +156,17 @@ def _collectives(
             if (key.collective, ranks, inside, key.num_bytes) not in spent:
                 axis = Axis(key.axis, ranks, 1 if inside == ranks else max(1, devices_per_node // inside))
                 priced = collective_time_ns(key.collective, key.num_bytes, axis, devices_per_node, profile)
-                own = min(max(priced, journey.waited_ns), journey.passed_ns)
-                spent[key.collective, ranks, inside, key.num_bytes].append(own)
+                spent[key.collective, ranks, inside, key.num_bytes].append(within(journey, priced))
     return tuple(
         SeenCollective(*key, max(1, round(statistics.median(own))), profile.ranks_sharing, seen.num_steps, provenance)
         for key, own in spent.items()
         if key[1] > 1
     )
+
+
+def within(journey: Journey, priced_ns: int) -> int:
+    """What is sent beside compute: what it is priced at, as far as what was seen of it lets."""
+    return min(max(priced_ns, journey.waited_ns), journey.passed_ns)
 
 
 def _updates(lane: Simulated, seen: Measured, profile: Profile, provenance: Provenance) -> tuple[SeenUpdate, ...]:
