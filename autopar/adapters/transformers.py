@@ -123,8 +123,8 @@ class Trainer(transformers.Trainer):
             return self._given
         if self._has_own_loss:
             raise ProgramError(
-                "expected label_smoothing_factor=0 beside a compute_loss of the script's own, which may smooth the loss "
-                f"or not, found {self.args.label_smoothing_factor}; put the smoothed loss into the model's forward"
+                "expected label_smoothing_factor=0 beside a compute_loss of the script's own, which may smooth or not, "
+                f"found {self.args.label_smoothing_factor}; put the smoothed loss into the model's forward"
             )
         return SmoothedLoss(self._given, self.label_smoother, self.model_accepts_loss_kwargs)
 

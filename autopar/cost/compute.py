@@ -130,8 +130,8 @@ def split_norm_backward_ns(passes: tuple[int, int], num_bytes: int, profile: Pro
 
 
 def gradient_time_ns(num_bytes: int, profile: Profile) -> int:
-    """Nanoseconds in which a rank's runtime takes a parameter's gradient that goes home: its hook, its copy to a bucket,
-    its DTensor. As runs have shown; 0 where the profile says nothing of the runtime."""
+    """Nanoseconds in which a rank's runtime takes a parameter's gradient that goes home: hook, copy, DTensor.
+    As runs have shown; 0 where the profile says nothing of the runtime."""
     return round(priced_gradient_ns(num_bytes, profile) * profile.seen.of_gradients(profile.ranks_sharing))
 
 

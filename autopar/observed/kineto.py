@@ -25,7 +25,19 @@ from typing import Any, NamedTuple
 from autopar.errors import TraceFileError
 from autopar.ir.schedule import BACKWARD, FORWARD
 from autopar.observed.form import FORMAT
-from autopar.runtime.ranges import AGAIN, COLLECTIVE, END, GRADIENT, MARK, OPTIMIZER, RECEIVE, SPENT, STARTED, STEP, from_ascii
+from autopar.runtime.ranges import (
+    AGAIN,
+    COLLECTIVE,
+    END,
+    GRADIENT,
+    MARK,
+    OPTIMIZER,
+    RECEIVE,
+    SPENT,
+    STARTED,
+    STEP,
+    from_ascii,
+)
 
 RECOMPUTE = "recompute"
 _BACKWARD = "autograd::engine::evaluate_function: "

@@ -182,7 +182,9 @@ def _updates(lane: Simulated, seen: Measured, profile: Profile, provenance: Prov
 def _gradients(seen: Measured, profile: Profile, provenance: Provenance) -> tuple[SeenGradients, ...]:
     priced = sum(count * priced_gradient_ns(size, profile) for size, count in seen.gradients.items())
     spent = round(seen.gradients_ns)
-    return (SeenGradients(priced, spent, profile.ranks_sharing, seen.num_steps, provenance),) if priced and spent else ()
+    return (
+        (SeenGradients(priced, spent, profile.ranks_sharing, seen.num_steps, provenance),) if priced and spent else ()
+    )
 
 
 # The host ----------------------------------------

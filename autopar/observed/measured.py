@@ -42,9 +42,9 @@ class Measured:
     stands still for; sent: what collectives of a statement take the rank that comes last; waited_ns: what others wait
     for that one; beside_ns: what is waited for that no statement stands still for, such as gradients; receive_ns: for
     messages of other stages; host_ns: around statements, of the thread that runs them, or on GPUs while no kernel ran;
-    gradients_ns: of that, what the runtime does with gradients of parameters that go home, as they come and at the end of
-    the step; gradients: how many of so many bytes come in a step. journeys: of what is sent beside compute, on CPUs, that
-    of the rank that comes last.
+    gradients_ns: of that, what the runtime does with gradients of parameters that go home, as they come and at the end
+    of the step; gradients: how many of so many bytes come in a step. journeys: of what is sent beside compute, on CPUs,
+    that of the rank that comes last.
     calls, sent_calls: how often each ran in a step. where: module and source line."""
 
     step_ns: int
@@ -112,9 +112,9 @@ def _around(
 
 
 def _until_last_ns(traces: Sequence[RankTrace]) -> list[float]:
-    """Of each step without a profiler: until the last of the ranks has spent what its thread does of a processor, or, of
-    ranks that share cores, until these have done what all of them spend. A core may be slower than another for a step
-    or two; the step ends with the last rank."""
+    """Of each step without a profiler: until the last rank has spent what its thread does of a processor, or, of ranks
+    that share cores, until these have done what all of them spend. A core may be slower than another for a step or two;
+    the step ends with the last rank."""
     by_step = zip(*(trace.thread_ns for trace in traces), strict=False)
     return [max(*spent, traces[0].slowdown * statistics.fmean(spent)) for spent in by_step]
 

@@ -383,15 +383,21 @@ class Rank(Kept):
         return self._state.clip_grad_norm(float(max_norm), float(norm_type))
 
     def suggested_learning_rate(
-        self, base: float, base_batch: int, *, optimizer: Any = "adamw", rule: str | None = None, batch: int | None = None
+        self,
+        base: float,
+        base_batch: int,
+        *,
+        optimizer: Any = "adamw",
+        rule: str | None = None,
+        batch: int | None = None,
     ) -> SuggestedRate:
         """A learning rate for this program's batch, from one (`base`) that was found for steps of `base_batch` samples.
 
-        optimizer: one of torch.optim, its class or its name: SGD's rate grows with the samples of a step, Adam's and its
-        kind's with their square root. rule: "linear" or "square root", whatever the optimizer. batch: the samples of a
-        step, where a loop accumulates several batches. The result is a number by `float`, says how it came about by
-        `str`, and is warmed up by `at(step, warmup_steps)`: from `base` on (Goyal et al., 2017; Krizhevsky, 2014; Hoffer
-        et al., 2017). Raises ProgramError for an optimizer without a known rule.
+        optimizer: one of torch.optim, its class or its name: SGD's rate grows with the samples of a step, Adam's and
+        its kind's with their square root. rule: "linear" or "square root", whatever the optimizer. batch: the samples
+        of a step, where a loop accumulates several batches. The result is a number by `float`, says how it came about
+        by `str`, and is warmed up by `at(step, warmup_steps)`: from `base` on (Goyal et al., 2017; Krizhevsky, 2014;
+        Hoffer et al., 2017). Raises ProgramError for an optimizer without a known rule.
         """
         own = next((spec.shape[0] for spec in self.programs[0].INPUTS if spec.shape), 1)
         return suggested_rate(base, base_batch, own if batch is None else batch, optimizer, rule)

@@ -132,7 +132,12 @@ def test_arguments_have_the_effect_of_one_process(
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == kept
 
 
-OWN_LOSSES = {"WeightedLoss": {"tp": 2}, "TwiceLoss": {"dp": 2}, "SuperLoss": {"pp": 2}, "PenaltyLoss": {"dp": 2, "zero": 3}}
+OWN_LOSSES = {
+    "WeightedLoss": {"tp": 2},
+    "TwiceLoss": {"dp": 2},
+    "SuperLoss": {"pp": 2},
+    "PenaltyLoss": {"dp": 2, "zero": 3},
+}
 
 
 @pytest.mark.parametrize("name", list(OWN_LOSSES))
@@ -231,7 +236,11 @@ def test_other_outputs_than_the_loss_are_refused_in_words() -> None:
         with pytest.raises(ProgramError, match="all that a training program returns, found 'logits'"):
             ask()
     assert "loss" in outputs and outputs.get("loss") is outputs["loss"]
-    for ask in (lambda: outputs.get("aux_loss"), lambda: "aux_loss" in outputs, lambda: getattr(outputs, "aux_loss", 0)):
+    for ask in (
+        lambda: outputs.get("aux_loss"),
+        lambda: "aux_loss" in outputs,
+        lambda: getattr(outputs, "aux_loss", 0),
+    ):
         with pytest.raises(ProgramError, match="all that a training program returns, found 'aux_loss'"):
             ask()
 

@@ -64,5 +64,7 @@ class OfEight(rt.Program):
 def test_a_rank_knows_its_batch() -> None:
     rank = rt.build(OfEight)
     assert float(rank.suggested_learning_rate(0.1, 2)) == pytest.approx(0.2)
-    assert float(rank.suggested_learning_rate(0.1, 2, optimizer=torch.optim.SGD(rank.parameters()))) == pytest.approx(0.4)
+    assert float(rank.suggested_learning_rate(0.1, 2, optimizer=torch.optim.SGD(rank.parameters()))) == pytest.approx(
+        0.4
+    )
     assert float(rank.suggested_learning_rate(0.1, 2, optimizer="sgd", batch=32)) == pytest.approx(1.6)
