@@ -99,6 +99,7 @@ class ProgramState:
     ) -> None:
         self.parameters, self.buffers = dict(parameters), dict(buffers)
         self.tied, self.mesh = dict(tied), mesh
+        self.num_updates = 0  # by optimizers that have parameters of the program
 
     def full(self, *, cpu_offload: bool) -> dict[str, Tensor]:
         """Whole tensors of parameters and persistent buffers, on every rank."""

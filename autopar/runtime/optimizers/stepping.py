@@ -13,7 +13,7 @@ from weakref import ref
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.runtime.errors import ProgramError
@@ -116,6 +116,12 @@ def _check_seen(optimizer: Optimizer, *_: Any) -> None:
     )
 
 
+def _count(optimizer: Optimizer, *_: Any) -> None:
+    """After a step of any optimizer."""
+    for state in _own(optimizer).values():
+        state.num_updates += 1
+
+
 def guard_optimizers() -> None:
     """From now on, what an optimizer does to the parameters of a rank passes by here."""
     add = Optimizer.add_param_group
@@ -126,3 +132,4 @@ def guard_optimizers() -> None:
 
     Optimizer.add_param_group = added  # type: ignore[method-assign] # the public method that every group goes through
     register_optimizer_step_pre_hook(_check_seen)
+    register_optimizer_step_post_hook(_count)
