@@ -23,10 +23,11 @@ OPTIMIZERS: dict[str, Any] = {
 
 def trained_alone(
     model: nn.Module, batches: list[Tensors], num_copies: int, algorithm: str, optimizer: str, period: int = 1,
-    after: int = 0, ignored: int | None = None, saved_after: int | None = None,
+    after: int = 0, ignored: int | None = None, saved_after: int | None = None, microbatches: int = 1,
 ) -> tuple[list[float], Tensors]:  # fmt: skip
     """The loss of each step and the weights after the last, of the mean of all copies. algorithm: "local_sgd",
-    "adasum" or "sum"; ignored: labels of the next token that do not count; saved_after: the step after which a checkpoint is saved."""
+    "adasum" or "sum"; ignored: labels of the next token that do not count; saved_after: the step after which a checkpoint is saved;
+    microbatches: a copy has its rows of each."""
     copies = [copy.deepcopy(model) for _ in range(num_copies)]
     optimizers = [OPTIMIZERS[optimizer](one.parameters()) for one in copies]
     losses, apart = [], 0
@@ -34,7 +35,10 @@ def trained_alone(
         if algorithm == "local_sgd" and apart == period:
             _mean([list(one.parameters()) for one in copies])
             apart = 0
-        parts = [{k: x.chunk(num_copies)[index] for k, x in batch.items()} for index in range(num_copies)]
+        parts = [
+            {k: torch.cat([one.chunk(num_copies)[index] for one in x.chunk(microbatches)]) for k, x in batch.items()}
+            for index in range(num_copies)
+        ]
         counts = [1.0 if ignored is None else float((one["labels"][:, 1:] != ignored).sum()) for one in parts]
         total = 0.0
         for one, held, part, count in zip(copies, optimizers, parts, counts, strict=True):
