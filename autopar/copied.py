@@ -19,6 +19,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.structure import batch_inputs
 from autopar.microbatch import check_plan, divided_graph, on_outer_axis
 from autopar.odds import with_odds
+from autopar.ops.copies import in_copies
 from autopar.step import simulated_again, with_simulator
 
 COPIES = "copies"
@@ -69,7 +70,7 @@ def with_copies(graph: Graph, plan: Plan, mesh: Mesh, count: int, algorithm: Alg
 def under_algorithm(graph: Graph, plan: Plan, algorithm: Algorithm) -> Plan:
     """A plan by hand whose copies meet by the algorithm. Raises PlanError where they depend on each other otherwise,
     InfeasibleError where what meeting takes does not fit."""
-    plan = replace(plan, algorithm=algorithm)
+    plan = in_copies(graph, plan, algorithm)
     check_plan(graph, plan)
     found = simulated_again(plan, graph)
     if found.predicted.peak_bytes > found.memory_limit:

@@ -258,8 +258,8 @@ def template_plan(
     zero: int = 0, hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat",
     exchange_chunks: int = 1, experts: str = "whole", replicas: int = 0, recompute: str = "none", split: str = "equal",
     algorithm: str | None = None, loss_fn: Callable[..., Any] | None = None, mode: str = "train",
-    optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None, routing: Routing | None = None, check: bool = True,
-    part: bool = False,
+    optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
+    routing: Routing | None = None, check: bool = True, part: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan that people write by hand for dp × cp × tp × pp devices, as constraints around which the rest is solved.
 

@@ -17,24 +17,30 @@ from autopar.ir.algorithm import ADASUM, Algorithm
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Axis, evenly, local_shape
 from autopar.ir.plan import Stage
-from autopar.runtime.packing import BUCKET_BYTES, LONE_BYTES
+from autopar.runtime.packing import BUCKET_BYTES, LONE_BYTES, SAMPLED
+
+_WIDEST = 8  # bytes of an element
 
 
-class Meeting(NamedTuple):
-    """Of a rank: time, bytes by collective, and memory beside the parameters, gradients and optimizer state."""
+class CopiesMeeting(NamedTuple):
+    """Of a rank: time, bytes by collective, memory beside the parameters, gradients and optimizer state while copies
+    meet, the bytes of the gradients then, and those of the values that are kept to see updates by."""
 
     duration_ns: int
     sent: Mapping[str, int]
     buffer_bytes: int
+    gradient_bytes: int
+    sample_bytes: int
 
 
 def meeting(
     graph: Graph, stages: Iterable[Stage], algorithm: Algorithm, devices_per_node: int, profile: Profile
-) -> Meeting:  # fmt: skip
+) -> CopiesMeeting:  # fmt: skip
     """Of the stages of one rank. Communication alone: what is added and scaled is left out, some passes over memory."""
     stages = list(stages)
     axis = next(axis for axis in evenly(stages[0].axes) if axis.name == algorithm.axis)
     sizes = [size for stage in stages for size in _stored_sizes(graph, stage)]
+    seen = _WIDEST * SAMPLED * min(SAMPLED, len(sizes))
     if algorithm.name == ADASUM:
         groups = _buffers(sizes)
         pairs = [Axis(axis.name, 2, axis.stride << level) for level in range(axis.size.bit_length() - 1)]
@@ -43,11 +49,11 @@ def meeting(
             for pair in pairs for size in groups
         )  # fmt: skip
         most = max(groups, default=0)
-        return Meeting(taken, {"all_to_all": sum(groups) * len(pairs)}, 3 * most)
+        return CopiesMeeting(taken, {"all_to_all": sum(groups) * len(pairs)}, 5 * most, sum(sizes), seen)
     groups = [size for size in sizes if size >= LONE_BYTES]
     small = _buffers([size for size in sizes if size < LONE_BYTES])
     taken = sum(collective_time_ns("all_reduce", size, axis, devices_per_node, profile) for size in (*groups, *small))
-    return Meeting(taken, {"all_reduce": sum(sizes)}, max(small, default=0))
+    return CopiesMeeting(taken, {"all_reduce": sum(sizes)}, max(small, default=0), sum(sizes), seen)
 
 
 def _stored_sizes(graph: Graph, stage: Stage) -> list[int]:

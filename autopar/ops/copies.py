@@ -15,6 +15,7 @@ from autopar.ir.algorithm import ADASUM, Algorithm
 from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import I, P, R
 from autopar.ir.plan import Plan, Redistribute, Stage
+from autopar.ir.redistribution import Step
 from autopar.ir.stages import stage_graph
 from autopar.ir.structure import tensors_of_inputs
 from autopar.ops.communication import inner_communication
@@ -83,6 +84,9 @@ def _check_stage(graph: Graph, stage: Stage, algorithm: Algorithm) -> None:
                 raise refused(f"parameter {own} used whole by each rank for itself (R)", f"{used} by {_at(node)}")
     for item in stage.redistributes:
         kinds = [(step.before, step.after) for step in item.steps if step.axis == axis]
+        if item.tensor in trained and kinds and kinds != [(I, R)]:
+            way = ", ".join(f"{before} -> {after}" for before, after in kinds)
+            raise refused(f"parameter {graph.stored_by_tensor[item.tensor].name} used as it is (I -> R)", way)
         if not kinds or item.tensor in known or item.tensor in graph.stored_by_tensor:
             continue
         readers = [n for n, at in graph.consumers[item.tensor] if stage.nodes[n.name].operands[at] == item.target]
@@ -114,6 +118,30 @@ def _is_summed_later(graph: Graph, item: Redistribute, readers: list[Node]) -> b
             return False
         waiting += [(result, reader) for result in node.results for reader, _ in graph.consumers.get(result, ())]
     return True
+
+
+def in_copies(graph: Graph, plan: Plan, algorithm: Algorithm) -> Plan:
+    """The plan under an algorithm: each copy uses the parameters as they are, where the sum of their gradients may have
+    taken two steps, by slices."""
+    trained, stages = _trained(graph), []
+    for stage in plan.stages:
+        names = [item.name for item in stage.axes]
+        if algorithm.axis not in names:
+            stages.append(stage)
+            continue
+        axis = names.index(algorithm.axis)
+        told = tuple(
+            replace(item, steps=(Step(axis, I, R), *(step for step in item.steps if step.axis != axis)))
+            if item.tensor in trained and _comes_home(item, stage, axis) else item
+            for item in stage.redistributes
+        )  # fmt: skip
+        stages.append(replace(stage, redistributes=told))
+    return replace(plan, stages=tuple(stages), algorithm=algorithm)
+
+
+def _comes_home(item: Redistribute, stage: Stage, axis: int) -> bool:
+    kept = stage.storage.get(item.tensor)
+    return kept is not None and kept.placement[axis] == I and item.target[axis] == R
 
 
 def without_sums(plan: Plan) -> Plan:

@@ -23,15 +23,13 @@ from autopar.runtime import coalesce, comm
 from autopar.runtime.declare import Algorithm, Program
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import Axis
-from autopar.runtime.packing import BUCKET_BYTES
+from autopar.runtime.packing import BUCKET_BYTES, SAMPLED
 from autopar.runtime.placement import AxisType
 from autopar.runtime.state import ProgramState
 from autopar.runtime.stored import StoredParameter, local_part
 
-
 CHECKED_STEPS = 3
 """Steps before which a few values are looked at: of updates that nothing else tells of."""
-_SAMPLED = 16
 
 
 def apart_of(program: type[Program]) -> str:
@@ -39,11 +37,12 @@ def apart_of(program: type[Program]) -> str:
     return program.ALGORITHM.axis if program.ALGORITHM is not None else ""
 
 
-class Copies:
+class ParameterCopies:
     """What a rank's parameters do with those of the other copies, beside each step."""
 
     def __init__(self, algorithm: Algorithm, state: ProgramState) -> None:
         self._algorithm, self._state = algorithm, state
+        state.has_copies = algorithm.name == "local_sgd"
         self._trained = [item for item in state.parameters.values() if item.declared.requires_grad]
         self._axes = {id(item): self._axis(item) for item in self._trained}
         self._updates = self._steps = 0
@@ -59,7 +58,7 @@ class Copies:
         return [self._state.num_updates, *versions]
 
     def _some(self) -> list[Tensor]:
-        return [item.local.flatten()[:_SAMPLED].detach().clone() for item in self._trained[:_SAMPLED]]
+        return [item.local.flatten()[:SAMPLED].detach().clone() for item in self._trained[:SAMPLED]]
 
     def begin_step(self) -> None:
         """Before a step's first pass: all take the mean, where it is due. Raises ProgramError in the first steps for
@@ -70,6 +69,7 @@ class Copies:
         self._notice()
         if self._apart >= self._algorithm.period:
             self.unite()
+        self._sample = self._some() if self._steps < CHECKED_STEPS else []
 
     def _check_unseen(self) -> None:
         if not all(map(torch.equal, self._some(), self._sample)):
@@ -90,8 +90,7 @@ class Copies:
     def loaded(self) -> None:
         """After weights were set on all copies alike."""
         self._apart, self._seen = 0, self._marks()
-        if self._steps < CHECKED_STEPS:
-            self._sample = self._some()
+        self._sample = self._some() if self._steps < CHECKED_STEPS else []
 
     @torch.no_grad()
     def meet(self) -> None:

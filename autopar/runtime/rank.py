@@ -17,7 +17,7 @@ from autopar.runtime import agreement, outside, randomness, state
 from autopar.runtime.batches import Batches
 from autopar.runtime.compiling import Compile, checked_options, compile_blocks, taken_wrapper, watch_for_wrapper
 from autopar.runtime.constants import forget_constants
-from autopar.runtime.copies import Copies, floats_of
+from autopar.runtime.copies import ParameterCopies, floats_of
 from autopar.runtime.declare import Pipeline, Program
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.filling import filled_up
@@ -71,7 +71,7 @@ class Rank(Kept):
                 module._non_persistent_buffers_set.add(last)
         nothing = nn.Parameter(torch.empty(0, device=mesh.device))
         algorithm = next((part.program.ALGORITHM for part in parts), None)
-        copies = Copies(algorithm, state) if algorithm is not None and training else None
+        copies = ParameterCopies(algorithm, state) if algorithm is not None and training else None
         self.__dict__.update(
             _contents=Contents(self), _nothing=nothing, _checked_steps=0, _parts_in_files={}, _copies=copies
         )
@@ -79,7 +79,7 @@ class Rank(Kept):
             outside.register(state, nothing)
 
     _contents: Contents
-    _copies: Copies | None  # of the parameters, where they meet otherwise than by the sum of their gradients
+    _copies: ParameterCopies | None  # of the parameters, where they meet otherwise than by the sum of their gradients
     _nothing: nn.Parameter
     _checked_steps: int
 

@@ -24,10 +24,11 @@ OPTIMIZERS: dict[str, Any] = {
 def trained_alone(
     model: nn.Module, batches: list[Tensors], num_copies: int, algorithm: str, optimizer: str, period: int = 1,
     after: int = 0, ignored: int | None = None, saved_after: int | None = None, microbatches: int = 1,
+    norm: float | None = None,
 ) -> tuple[list[float], Tensors]:  # fmt: skip
     """The loss of each step and the weights after the last, of the mean of all copies. algorithm: "local_sgd",
-    "adasum" or "sum"; ignored: labels of the next token that do not count; saved_after: the step after which a checkpoint is saved;
-    microbatches: a copy has its rows of each."""
+    "adasum" or "sum"; ignored: labels of the next token that do not count; saved_after: the step after which a
+    checkpoint is saved; microbatches: a copy has its rows of each. norm: to which gradients are clipped."""
     copies = [copy.deepcopy(model) for _ in range(num_copies)]
     optimizers = [OPTIMIZERS[optimizer](one.parameters()) for one in copies]
     losses, apart = [], 0
@@ -57,7 +58,9 @@ def trained_alone(
                     own.copy_(total_gradient)
         else:
             apart += 1
-        for held in optimizers:
+        for one, held in zip(copies, optimizers, strict=True):
+            if norm is not None:
+                nn.utils.clip_grad_norm_(one.parameters(), norm)
             held.step()
         if number == saved_after:
             _mean([list(one.parameters()) for one in copies])
@@ -99,7 +102,7 @@ def _adasum(tensors: list[Tensor]) -> Tensor:
 
 def trained_on_ranks(
     rank: int, world: int, source: str, state: Tensors, batches: list[Tensors], optimizer: str, folder: str = "",
-    saved_after: int | None = None,
+    saved_after: int | None = None, norm: float | None = None,
 ) -> Any:  # fmt: skip
     """On one rank: the loss of each step, and the weights after the last. folder: where a checkpoint is saved after a
     step, from which a program that is built anew goes on."""
@@ -111,6 +114,8 @@ def trained_on_ranks(
     for number, batch in enumerate(batches):
         held.zero_grad()
         losses.append(built.train_step(**batch).item())
+        if norm is not None:
+            built.clip_grad_norm_(norm)
         held.step()
         if number == saved_after:
             rt.save_checkpoint(folder, built, held, step=number)
@@ -121,9 +126,34 @@ def trained_on_ranks(
     return losses, weights if rank == 0 else None
 
 
+def refused_on_rank(rank: int, world: int, source: str, batch: Tensors) -> list[str]:
+    """On one rank: what is refused, of optimizers of whole parameters and of updates that nothing tells of."""
+    from autopar import runtime as rt
+
+    built, told = rt.build(load_source(source).Program), []
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.fill_(0.01)
+    for make in (
+        lambda: torch.optim.Muon([p for p in built.parameters() if p.dim() == 2]),
+        lambda: torch.optim.LBFGS(built.parameters()),
+    ):
+        built.train_step(**batch)
+        try:
+            made = make()
+            made.step(lambda: 0.0) if isinstance(made, torch.optim.LBFGS) else made.step()
+        except rt.ProgramError as error:
+            told.append(str(error))
+    for parameter in built.parameters():
+        parameter.data.add_(1.0)
+    try:
+        built.train_step(**batch)
+    except rt.ProgramError as error:
+        told.append(str(error))
+    return told
+
+
 def farthest(single: Tensors, other: Tensors) -> float:
     """The largest relative difference of a weight, on the scale of all."""
     total = torch.stack([w.norm() for w in single.values()]).norm()
-    return max(
-        ((w - other[name]).norm() / max(w.norm(), 1e-3 * total)).item() for name, w in single.items()
-    )
+    return max(((w - other[name]).norm() / max(w.norm(), 1e-3 * total)).item() for name, w in single.items())

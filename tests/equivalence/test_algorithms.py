@@ -3,6 +3,7 @@ steps, and the weights after them, which those of synchronous training are far f
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,16 @@ import pytest
 import torch
 
 import autopar
+from autopar.copied import under_algorithm
 from autopar.errors import PlanError
+from autopar.ir.algorithm import parse_algorithm
+from autopar.ir.placement import I, R, S
+from autopar.ir.redistribution import Step
+from autopar.microbatch import check_plan
+from autopar.trace import trace
+from benchmarks.accuracy.memory import measure_rank
 from tests.equivalence import zoo
-from tests.equivalence.algorithms import farthest, trained_alone, trained_on_ranks
+from tests.equivalence.algorithms import farthest, refused_on_rank, trained_alone, trained_on_ranks
 from tests.rank_pool import pool
 
 STEPS = 5
@@ -79,7 +87,7 @@ def test_a_search_plans_one_copy_and_runs_several() -> None:
     model, batches = case("gpt")
     mesh = autopar.Mesh("cpu", devices_per_node=4)
     program = autopar.parallelize(model, mesh, batches[0], algorithm="local_sgd(2, copies=2)", search="fast")
-    assert [axis.size for axis in program.plan.stage.axes][0] == 2
+    assert program.plan.stage.axes[0][:2] == ("copies", 2)
     assert autopar.Plan.from_json(program.plan.to_json()) == program.plan
 
 
@@ -119,6 +127,24 @@ def test_copies_that_depend_on_each_other_are_refused(asked: dict[str, Any], tol
         program_of("gpt", **asked, algorithm="local_sgd(2)")
 
 
+def test_parameters_whose_gradients_are_summed_by_slices_are_used_as_they_are() -> None:
+    """A path of two steps, I -> S(0) -> R, costs less where many small ranks sum a bias."""
+    plan = program_of("mlp", dp=2).plan
+    way = (Step(0, I, S(0)), Step(0, S(0), R))
+    parameters = plan.stage.storage.keys()
+    sliced = plan.placed(redistributes=tuple(
+        replace(one, steps=way) if one.tensor in parameters else one for one in plan.stage.redistributes
+    ))  # fmt: skip
+    model, batches = case("mlp")
+    graph = trace(model, batches[0])
+    algorithm = parse_algorithm("local_sgd(2)", "dp")
+    with pytest.raises(PlanError, match="used as it is"):
+        check_plan(graph, replace(sliced, algorithm=algorithm))
+    found = under_algorithm(graph, sliced, algorithm)
+    steps = {one.steps for one in found.stage.redistributes if one.tensor in parameters}
+    assert steps == {(Step(0, I, R),)}
+
+
 def test_batch_statistics_over_copies_are_refused() -> None:
     with pytest.raises(PlanError, match="samples"):
         program_of("wide_resnet", dp=2, algorithm="adasum")
@@ -145,3 +171,35 @@ def test_meeting_is_priced_and_its_bytes_are_counted() -> None:
     assert seldom.predicted.comm_bytes["all_reduce"] < sent / 32
     assert seldom.predicted.step_time_ns < often.predicted.step_time_ns
     assert "local_sgd(64)" in str(seldom) and "not what one device computes" in str(seldom)
+
+
+@pytest.mark.ranks
+def test_each_copy_is_clipped_by_its_own_norm() -> None:
+    model, batches = case("mlp")
+    program = program_of("mlp", dp=2, algorithm="local_sgd(2)")
+    state = dict(model.state_dict())
+    results = pool(2).run(trained_on_ranks, program.source, state, batches, "sgd", "", None, 0.2)
+    _, weights = trained_alone(model, batches, 2, "local_sgd", "sgd", 2, norm=0.2)
+    assert farthest(weights, results[0][1]) < LINE[0]
+
+
+@pytest.mark.ranks
+def test_what_would_mix_copies_or_is_not_seen_is_refused() -> None:
+    _, batches = case("mlp")
+    program = program_of("mlp", dp=2, algorithm="local_sgd(2)")
+    for told in pool(2).run(refused_on_rank, program.source, batches[0]):
+        assert [text.partition(",")[0] for text in told] == [
+            "expected an optimizer that looks at elements by themselves",
+            "expected an optimizer that looks at elements by themselves",
+            "expected updates of parameters by an optimizer of rank.parameters()",
+        ]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("algorithm", ["local_sgd(1)", "adasum"])
+def test_no_rank_takes_more_than_predicted(algorithm: str) -> None:
+    model, batches = case("mlp")
+    program = program_of("mlp", dp=2, algorithm=algorithm)
+    found = pool(2).run(measure_rank, program.source, dict(model.state_dict()), batches[0])
+    most = max(lifetimes.peak_bytes for lifetimes, _ in found)
+    assert most <= program.plan.predicted.peak_bytes < 1.2 * most

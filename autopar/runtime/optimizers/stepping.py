@@ -59,6 +59,12 @@ def _call(optimizer: Optimizer, method: Callable[..., Any], args: Any, kwargs: A
             f"expected {type(optimizer).__name__} to have parameters of one program, found those of {len(programs)}; "
             "make an optimizer for each"
         )
+    if programs[0].has_copies:
+        raise ProgramError(
+            f"expected an optimizer that looks at elements by themselves, such as AdamW or SGD, found "
+            f"{type(optimizer).__name__}: ranks would share the work on whole parameters, of which they have copies "
+            "of their own under local_sgd; declare it (rt.declare_optimizer), or leave the algorithm out"
+        )
     given = _given(optimizer, programs[0], kind)
     args, kwargs = _with_closure(given, args, kwargs)
     _stepping.append(optimizer)
