@@ -7,6 +7,7 @@ from autopar.runtime.checkpoint import last_checkpoint, load_checkpoint, save_ch
 from autopar.runtime.comm import count_bytes
 from autopar.runtime.constants import computed_once, folded
 from autopar.runtime.declare import (
+    Algorithm,
     Block,
     Buffer,
     Fields,
@@ -47,6 +48,7 @@ from autopar.runtime.tracing import ran
 from autopar.runtime.watch import Watch
 
 __all__ = [
+    "Algorithm",
     "Axis",
     "Block",
     "Buffer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime import comm, randomness
 from autopar.runtime.arrivals import FORWARD, Turn
+from autopar.runtime.copies import apart_of
 from autopar.runtime.declare import Pipeline, Program
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.inputs import check_unread, join_outputs, split_named
@@ -52,8 +54,7 @@ class PipelineRank(Rank):
             _step=make_schedule(pipeline.SCHEDULE, stages, pipeline.MICROBATCHES),
         )  # fmt: skip
         own = list(parts.values())
-        made = [PipelineRank(other, device_mesh, device, timeout_s, own) for other in pipeline.OTHERS]
-        self.__dict__["_others"] = made
+        self._take_others([PipelineRank(other, device_mesh, device, timeout_s, own) for other in pipeline.OTHERS])
 
     _pipeline: type[Pipeline]
     _arguments: tuple[Any, ...]
@@ -139,7 +140,11 @@ class PipelineRank(Rank):
 def _meshes(pipeline: type[Pipeline], device: torch.device, timeout_s: float) -> list[RankMesh | None]:
     ranks = [range(stage.FIRST_RANK, stage.FIRST_RANK + num_ranks(stage)) for stage in pipeline.STAGES]
     submeshes = [(own, stage.AXES, stage.JOINED) for own, stage in zip(ranks, pipeline.STAGES, strict=True)]
-    return make_submeshes(submeshes, device, timeout_s)
+    found = make_submeshes(submeshes, device, timeout_s)
+    return [
+        None if mesh is None else replace(mesh, apart=apart_of(stage))
+        for mesh, stage in zip(found, pipeline.STAGES, strict=True)
+    ]
 
 
 def _world_mesh(count: int, device: torch.device, timeout_s: float) -> RankMesh:
