@@ -353,6 +353,7 @@ class Plan:
     microbatches: int = 1
     microbatch_inputs: tuple[str, ...] = ()  # inputs whose dim 0 microbatches divide
     recompute: tuple[str, ...] = ()  # modules and operators computed again in the backward pass (`ir.recompute`)
+    copied_out: tuple[str, ...] = ()  # modules whose saved activations wait in the host's memory (`ir.copied_out`)
     mode: str = "train"
     training: bool = True  # whether the model was in training mode: its dropout and batch norm are those of that mode
     optimizer: str = "adamw"
@@ -538,6 +539,11 @@ class StagePlan(Stage):
     def recompute(self) -> tuple[str, ...]:
         """Modules and operators that are computed again in the backward pass."""
         return self.plan.recompute
+
+    @property
+    def copied_out(self) -> tuple[str, ...]:
+        """Modules whose saved activations wait in the host's memory for the backward pass."""
+        return self.plan.copied_out
 
     @property
     def schedule(self) -> str:

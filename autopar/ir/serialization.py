@@ -61,6 +61,7 @@ def to_json(plan: Plan) -> str:
     data["mesh"] = plan.mesh.to_json()
     data["microbatch_inputs"] = list(plan.microbatch_inputs)
     data["recompute"] = list(plan.recompute)
+    data |= {"copied_out": list(plan.copied_out)} if plan.copied_out else {}
     data["stages"] = [_stage_to_json(stage) for stage in plan.stages]
     data["predicted"] = {name: value for name, value in asdict(plan.predicted).items() if value is not None}
     data["search"] = _search_to_json(plan.search)
@@ -147,6 +148,7 @@ def _plan(data: dict[str, Any]) -> Plan:
         stages=tuple(map(_stage, data["stages"])),
         microbatch_inputs=tuple(data["microbatch_inputs"]),
         recompute=tuple(data["recompute"]),
+        copied_out=tuple(data.get("copied_out", ())),
         predicted=_prediction(data["predicted"]),
         search=_search(data["search"]),
         choices=tuple(map(_choice, data["choices"])),
