@@ -117,19 +117,19 @@ def parallelize(
 
     example_inputs: one global batch (real or meta tensors). memory_limit: bytes a device. allow: options that are taken
     by name only: "offload" lets a plan keep on the host what a device does not hold, by its price. routing: how tokens
-    choose experts, balanced where it is not said; time is then a mean, with its 99th percentile beside it, and memory that of
-    the 99th percentile. plan: a saved plan, used after validation instead of a search; its mode is taken too, and its
-    routing, unless another is given, under which it is predicted anew. check: whether the traced graph is run beside
-    the model where it has real weights, once for each graph of a model; the plan says what came of it, and a difference
-    is a TraceError. shapes: further shapes of inputs that the program runs under the same placements, such as a short
-    last batch and bucketed lengths: each as example_inputs, with tuples of lengths for tensors; what it leaves out is
-    as there. One that the plan does not hold for is a PlanError. pad: by input, the value of rows that count for
-    nothing, such as {"labels": -100}: batches of fewer rows are filled up with such; a PlanError where that changes the
-    loss or a gradient. part: the model is a part of one, such as a tower, that a loop of the user's own calls as a
-    module: its forward returns any tensors, and `program.build()` a module whose outputs and inputs have gradients
-    (`runtime.part`). Of one stage, in one microbatch. runs: "eager", "compiled" (train.py calls `rank.compile()`), or
-    "either": the one that is predicted to be faster; a plan that is given says it itself. Ctrl-C ends a search with the
-    best plan so far. Raises AutoparError subclasses; InfeasibleError when nothing fits.
+    choose experts, balanced where it is not said; time is then a mean, with its 99th percentile beside it, and memory
+    that of the 99th percentile. plan: a saved plan, used after validation instead of a search; its mode is taken too,
+    and its routing, unless another is given, under which it is predicted anew. check: whether the traced graph is run
+    beside the model where it has real weights, once for each graph of a model; the plan says what came of it, and a
+    difference is a TraceError. shapes: further shapes of inputs that the program runs under the same placements, such
+    as a short last batch and bucketed lengths: each as example_inputs, with tuples of lengths for tensors; what it
+    leaves out is as there. One that the plan does not hold for is a PlanError. pad: by input, the value of rows that
+    count for nothing, such as {"labels": -100}: batches of fewer rows are filled up with such; a PlanError where that
+    changes the loss or a gradient. part: the model is a part of one, such as a tower, that a loop of the user's own
+    calls as a module: its forward returns any tensors, and `program.build()` a module whose outputs and inputs have
+    gradients (`runtime.part`). Of one stage, in one microbatch. runs: "eager", "compiled" (train.py calls
+    `rank.compile()`), or "either": the one that is predicted to be faster; a plan that is given says it itself. Ctrl-C
+    ends a search with the best plan so far. Raises AutoparError subclasses; InfeasibleError when nothing fits.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, constraints=constraints,
@@ -233,8 +233,8 @@ def template_plan(
     zero: int = 0, hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat",
     exchange_chunks: int = 1, experts: str = "whole", replicas: int = 0, recompute: str = "none", offload: str = "none",
     split: str = "equal", loss_fn: Callable[..., Any] | None = None, mode: str = "train",
-    optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None, routing: Routing | None = None, check: bool = True,
-    part: bool = False,
+    optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
+    routing: Routing | None = None, check: bool = True, part: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan that people write by hand for dp × cp × tp × pp devices, as constraints around which the rest is solved.
 
