@@ -35,6 +35,7 @@ from autopar.step import simulated_again, with_simulator
 from autopar.template import (
     check_context,
     check_hsdp,
+    check_offload,
     positions,
     template_axes,
     template_constraints,
@@ -49,7 +50,7 @@ def template_of_graph(
     graph: Graph, mesh: Mesh, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1, schedule: str = "1f1b",
     chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False, zero: int = 0,
     hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat", exchange_chunks: int = 1,
-    recompute: str = "none", split: str = "equal", experts: str = "whole", replicas: int = 0,
+    recompute: str = "none", offload: str = "none", split: str = "equal", experts: str = "whole", replicas: int = 0,
     mode: str = "train",
     optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
     constraints: Sequence[Constraint] = (),
@@ -63,6 +64,7 @@ def template_of_graph(
     check_slices(experts, dp // ep)
     check_replicas(replicas, ep, exchange, experts)
     check_context(mesh, cp, context)
+    check_offload(offload, mode)
     graph, told = for_sequences(graph, ring=context == "ring") if cp > 1 else (graph, ())
     graph, in_parts = in_chunks(graph, exchange_chunks)
     graph, replicated = with_replicas(graph, replicas)
@@ -100,7 +102,7 @@ def template_of_graph(
     rules += constraints
     again = template_recompute(graph, paths, recompute)
     limit = memory_limit_of(memory_limit)
-    request = Request(mesh, mode, optimizer, limit, tuple(rules), BUDGETS["fast"], precision, again)
+    request = Request(mesh, mode, optimizer, limit, tuple(rules), BUDGETS["fast"], precision, again, offload=offload)
     if by_speed:
         kinds = {group.profile: axes for group in mesh.groups}
         if pp == 1 and not mesh.is_homogeneous:

@@ -60,7 +60,7 @@ from autopar.running import checked_runs, running
 from autopar.shapes import under_plan
 from autopar.simulate import Timeline, predict
 from autopar.step import simulated_step, with_simulator
-from autopar.template import check_context, check_hsdp, longest_sequence, template_axes, template_ranks
+from autopar.template import check_context, check_hsdp, check_offload, longest_sequence, template_axes, template_ranks
 from autopar.trace import held_against_eager, trace, with_loss
 from autopar.tunables import LONG_SEQUENCE
 
@@ -102,6 +102,7 @@ def parallelize(
     precision: str | None = None,
     memory_limit: int | None = None,
     constraints: Sequence[Constraint] = (),
+    allow: Sequence[str] = (),
     routing: Routing | None = None,
     plan: Plan | None = None,
     search: str | SearchBudget = "default",
@@ -114,24 +115,25 @@ def parallelize(
 ) -> PlannedProgram:
     """Turns a single-device model into the fastest sharded program for a mesh that the search finds.
 
-    example_inputs: one global batch (real or meta tensors). memory_limit: bytes a device. routing: how tokens choose
-    experts, balanced where it is not said; time is then a mean, with its 99th percentile beside it, and memory that of
-    the 99th percentile. plan: a saved plan, used after validation instead of a search; its mode is taken too, and its
-    routing, unless another is given, under which it is predicted anew. check: whether the traced graph is run beside
-    the model where it has real weights, once for each graph of a model; the plan says what came of it, and a difference
-    is a TraceError. shapes: further shapes of inputs that the program runs under the same placements, such as a short
-    last batch and bucketed lengths: each as example_inputs, with tuples of lengths for tensors; what it leaves out is
-    as there. One that the plan does not hold for is a PlanError. pad: by input, the value of rows that count for
-    nothing, such as {"labels": -100}: batches of fewer rows are filled up with such; a PlanError where that changes the
-    loss or a gradient. part: the model is a part of one, such as a tower, that a loop of the user's own calls as a
-    module: its forward returns any tensors, and `program.build()` a module whose outputs and inputs have gradients
-    (`runtime.part`). Of one stage, in one microbatch. runs: "eager", "compiled" (train.py calls `rank.compile()`), or
-    "either": the one that is predicted to be faster; a plan that is given says it itself. Ctrl-C ends a search with the
-    best plan so far. Raises AutoparError subclasses; InfeasibleError when nothing fits.
+    example_inputs: one global batch (real or meta tensors). memory_limit: bytes a device. allow: options that are taken
+    by name only: "offload" lets a plan keep on the host what a device does not hold, by its price. routing: how tokens
+    choose experts, balanced where it is not said; time is then a mean, with its 99th percentile beside it, and memory
+    that of the 99th percentile. plan: a saved plan, used after validation instead of a search; its mode is taken too,
+    and its routing, unless another is given, under which it is predicted anew. check: whether the traced graph is run
+    beside the model where it has real weights, once for each graph of a model; the plan says what came of it, and a
+    difference is a TraceError. shapes: further shapes of inputs that the program runs under the same placements, such
+    as a short last batch and bucketed lengths: each as example_inputs, with tuples of lengths for tensors; what it
+    leaves out is as there. One that the plan does not hold for is a PlanError. pad: by input, the value of rows that
+    count for nothing, such as {"labels": -100}: batches of fewer rows are filled up with such; a PlanError where that
+    changes the loss or a gradient. part: the model is a part of one, such as a tower, that a loop of the user's own
+    calls as a module: its forward returns any tensors, and `program.build()` a module whose outputs and inputs have
+    gradients (`runtime.part`). Of one stage, in one microbatch. runs: "eager", "compiled" (train.py calls
+    `rank.compile()`), or "either": the one that is predicted to be faster; a plan that is given says it itself. Ctrl-C
+    ends a search with the best plan so far. Raises AutoparError subclasses; InfeasibleError when nothing fits.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, constraints=constraints,
-        progress=progress, routing=routing, **({} if plan is None else {"plan": plan}),
+        progress=progress, allow=allow, routing=routing, **({} if plan is None else {"plan": plan}),
     )  # fmt: skip
     mesh, ended = checked(mesh), reporting_passes(progress)
     memory_limit_of(memory_limit)  # refused before the model is traced
@@ -150,11 +152,11 @@ def parallelize(
     if plan is None:
         require_matches(constraints, graph)
         limit, budget = memory_limit_of(memory_limit), budget_of(search)
-        request = Request(mesh, mode, optimizer, limit, tuple(constraints), budget, precision)
+        request = Request(mesh, mode, optimizer, limit, tuple(constraints), budget, precision, allow=tuple(allow))
         with interrupts_caught():
             graph, steps = under_routing(graph, routing, optimizer)
             graph, plan = planned_jointly(graph, request, progress, ended)
-        plan = replace(plan, routing=routing, substitutions=(*steps, *plan.substitutions))
+        plan = replace(plan, allow=request.allow, routing=routing, substitutions=(*steps, *plan.substitutions))
         plan = running(plan, graph, runs, limit)
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
@@ -229,10 +231,10 @@ def template_plan(
     model: nn.Module, mesh: Mesh, example_inputs: Any, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
     schedule: str = "1f1b", chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False,
     zero: int = 0, hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat",
-    exchange_chunks: int = 1, experts: str = "whole", replicas: int = 0, recompute: str = "none", split: str = "equal",
-    loss_fn: Callable[..., Any] | None = None, mode: str = "train", optimizer: str | None = "adamw",
-    precision: str | None = None, memory_limit: int | None = None, routing: Routing | None = None, check: bool = True,
-    part: bool = False,
+    exchange_chunks: int = 1, experts: str = "whole", replicas: int = 0, recompute: str = "none", offload: str = "none",
+    split: str = "equal", loss_fn: Callable[..., Any] | None = None, mode: str = "train",
+    optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
+    routing: Routing | None = None, check: bool = True, part: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan that people write by hand for dp × cp × tp × pp devices, as constraints around which the rest is solved.
 
@@ -269,7 +271,10 @@ def template_plan(
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
     modules around each block's attention operator alone; "selective" for operators that are cheap for the memory that
-    this frees, such as norms and activations. routing, check, part: as in `parallelize`.
+    this frees, such as norms and activations.
+    offload: what is kept on the host: "none", "optimizer" (what is stored of parameters, their gradients and optimizer
+    state, which is updated there), "activations" (what autograd saves in each repeated block, brought back for its
+    backward pass) or "both". routing, check, part: as in `parallelize`.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, dp=dp, tp=tp, pp=pp, zero=zero,
@@ -278,6 +283,7 @@ def template_plan(
     template_axes(checked(mesh), dp, tp, pp, hsdp, cp, ep, exchange)  # refused before the model is traced
     check_hsdp(mesh, pp, hsdp, zero)
     check_context(mesh, cp, context)
+    check_offload(offload, mode)
     template_ranks(mesh, pp, chunks, schedule)
     if part:
         loss_fn = stand_in_loss(loss_fn, mode, {})
@@ -292,8 +298,8 @@ def template_plan(
         graph, mesh, dp=dp, tp=tp, pp=pp,
         microbatches=microbatches, schedule=schedule, chunks=chunks, layers=layers, sequence_parallel=sequence_parallel,
         zero=zero, hsdp=hsdp, cp=cp, context=context, ep=ep, exchange=exchange, exchange_chunks=exchange_chunks,
-        experts=experts, replicas=replicas, recompute=recompute, split=split, mode=mode, optimizer=optimizer,
-        precision=precision, memory_limit=memory_limit,
+        experts=experts, replicas=replicas, recompute=recompute, offload=offload, split=split, mode=mode,
+        optimizer=optimizer, precision=precision, memory_limit=memory_limit,
     )  # fmt: skip
     steps += (*causal, *plan.substitutions)
     return replace(plan, routing=routing, substitutions=steps, checked_against_eager=against_eager)

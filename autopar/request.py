@@ -8,6 +8,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.ir.constraint import Constraint
 from autopar.ir.mesh import Mesh
+from autopar.ir.offload import NOT_OFFLOADED
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Request:
     budget: SearchBudget
     precision: str | None = None
     recompute: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()  # of `arguments.ALLOWED`
+    offload: str = NOT_OFFLOADED  # what a template has on the host, by name
 
     def recomputing(self, modules: tuple[str, ...]) -> Request:
         """The request with these modules computed again."""

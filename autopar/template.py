@@ -19,6 +19,7 @@ from autopar.expert_parallel import (
 from autopar.ir.constraint import Constraint, Context
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
+from autopar.ir.offload import BUILT, NOT_OFFLOADED, OFFLOADS
 from autopar.ir.placement import S, Type, chunk_length
 from autopar.ir.schedule import PLAIN, SCHEDULES
 from autopar.ir.structure import batch_inputs
@@ -85,6 +86,19 @@ def check_context(mesh: Mesh, cp: int, context: str) -> None:
         raise PlanError(f"expected context as one of {', '.join(CONTEXTS)}, found {context!r}")
     if cp > 1 and not mesh.is_homogeneous:
         raise PlanError(f"expected devices of one kind with cp={cp}, found {mesh}; use cp=1")
+
+
+def check_offload(offload: str, mode: str) -> None:
+    """That it is a word for what is kept on the host, and that this is built. Raises PlanError."""
+    if offload not in OFFLOADS:
+        raise PlanError(f"expected offload as one of {', '.join(OFFLOADS)}, found {offload!r}")
+    if offload != NOT_OFFLOADED and mode != "train":
+        raise PlanError(f'expected mode="train" with offload={offload!r}, found {mode!r}; use offload="none"')
+    if offload not in BUILT:
+        raise PlanError(
+            f"expected offload as one of {', '.join(BUILT)}, found {offload!r}, for which no program is made yet; use "
+            'offload="none", with recompute="full" or zero=3 where memory is short'
+        )
 
 
 def check_split(split: str) -> None:

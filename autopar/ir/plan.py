@@ -92,6 +92,8 @@ class Prediction:
 
     Where experts are routed, step_time_ns is the mean over routings, step_time_p99_ns what all but one in a hundred
     take at most; memory is that of the 99th percentile (`ops.loads`).
+
+    host_bytes: what is kept on the host of the rank that has most there; None where nothing is.
     """
 
     step_time_ns: int = 0
@@ -106,6 +108,7 @@ class Prediction:
     capacity_bytes: int | None = None
     fits_probability: float | None = None
     step_time_p99_ns: int | None = None
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -360,6 +363,7 @@ class Plan:
     precision: str | None = None
     runs: str = EAGER  # or COMPILED: what the prediction is of
     memory_limit: int = 0
+    allow: tuple[str, ...] = ()  # options that the search might take, such as "offload", beside those it always may
     routing: Routing | None = None  # how tokens choose experts, where it was said; balanced where not
     predicted: Prediction = Prediction()
     search: SearchReport = SearchReport()

@@ -57,6 +57,7 @@ def to_json(plan: Plan) -> str:
     data.update({name: getattr(plan, name) for name in _PLAIN})
     data |= {} if plan.training else {"training": False}
     data |= {} if plan.runs == EAGER else {"runs": plan.runs}
+    data |= {"allow": list(plan.allow)} if plan.allow else {}
     data |= {} if plan.routing is None else {"routing": plan.routing.to_json()}
     data["mesh"] = plan.mesh.to_json()
     data["microbatch_inputs"] = list(plan.microbatch_inputs)
@@ -143,6 +144,7 @@ def _plan(data: dict[str, Any]) -> Plan:
         **{name: data[name] for name in (*_PLAIN, *_TOLD)},
         training=data.get("training", True),
         runs=data.get("runs", EAGER),
+        allow=tuple(data.get("allow", ())),
         routing=Routing.from_json(data["routing"]) if "routing" in data else None,
         mesh=Mesh([(name, nodes, devices) for name, nodes, devices in data["mesh"]]),
         stages=tuple(map(_stage, data["stages"])),

@@ -46,6 +46,7 @@ def plan_text(plan: Plan) -> str:
         "coverage": f"{len(plan.coverage)} operators, {covered}",
         "checked against eager:": str(plan.checked_against_eager),
         "costs": sources_text(plan.sources),
+        "allowed": ", ".join(plan.allow),
         "routing": "" if plan.routing is None else str(plan.routing),
         "rewritten": substitutions_text(plan) if plan.substitutions else "",
         "exchange": exchanges_text(plan),
