@@ -34,6 +34,7 @@ from autopar.padding import checked_filling
 from autopar.passes.balance import balance
 from autopar.passes.branch import branch
 from autopar.passes.contexts import contexts
+from autopar.passes.copy_out import copy_out
 from autopar.passes.exchange import adapt, exchange, experts, replicate
 from autopar.passes.fit import fit
 from autopar.passes.keep import keep
@@ -82,6 +83,7 @@ PASSES = (
     adapt,  # the best plan → its tokens sent as the load of the moment asks for, where loads differ         TUTEL
     branch,  # the best plan → operators side by side, where they are faster
     refine,  # the best plan → what MCMC finds around it                                                    FlexFlow
+    copy_out,  # where that is allowed, places and the best plan → blocks whose activations wait on the host    ZeRO-R
 )
 """What finds plans: each takes the front and what was asked, and yields candidates (`autopar.driver`)."""
 

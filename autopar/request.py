@@ -58,6 +58,7 @@ class Request:
     recompute: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()  # of `arguments.ALLOWED`
     offload: str = NOT_OFFLOADED  # what a template has on the host, by name
+    copied_out: tuple[str, ...] = ()
 
     def recomputing(self, modules: tuple[str, ...]) -> Request:
         """The request with these modules computed again."""

@@ -226,6 +226,7 @@ def _methods(what: _Written) -> list[str]:
     body += _updates(flat, writer, body_names)
     signature = ", ".join(["self", *(body_names[value] for value in (*inputs, *told))])
     remakes = [f"{INDENT}@rt.remaking"] if any(region.is_again for region in walk(root)) else []
+    remakes += [f"{INDENT}@rt.offloading"] if any(region.path in stage.copied_out for region in walk(root)) else []
     lines += ["", *remakes, f"{INDENT}def forward({signature}):"]
     lines += writer.axis_lines(body, [axis.name for axis in stage.axes if axis.name != MICROBATCH])
     lines[:0] = writer.ranges.declaration(INDENT) if writer.ranges else []

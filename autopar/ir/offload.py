@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 NOT_OFFLOADED, OPTIMIZER, ACTIVATIONS, BOTH = OFFLOADS = ("none", "optimizer", "activations", "both")
-BUILT = (NOT_OFFLOADED,)
+BUILT = (NOT_OFFLOADED, ACTIVATIONS)
 """Those for which programs are made."""

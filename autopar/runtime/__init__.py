@@ -6,6 +6,7 @@ from autopar.runtime.build import build
 from autopar.runtime.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
 from autopar.runtime.comm import count_bytes
 from autopar.runtime.constants import computed_once, folded
+from autopar.runtime.copying import copied_out, offloading
 from autopar.runtime.declare import (
     Block,
     Buffer,
@@ -71,6 +72,7 @@ __all__ = [
     "apply",
     "build",
     "computed_once",
+    "copied_out",
     "count_bytes",
     "declare_optimizer",
     "draw",
@@ -85,6 +87,7 @@ __all__ = [
     "local_size",
     "make_rank_mesh",
     "microbatch",
+    "offloading",
     "owned",
     "ran",
     "recomputed",

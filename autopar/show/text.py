@@ -51,6 +51,7 @@ def plan_text(plan: Plan) -> str:
         "rewritten": substitutions_text(plan) if plan.substitutions else "",
         "exchange": exchanges_text(plan),
         "recompute": recompute_text(plan) if plan.recompute else "",
+        "copied out": copied_out_text(plan) if plan.copied_out else "",
         "hsdp": hsdp_text(plan),
     }
     lines += [f"  {name.ljust(11)} {text}" for name, text in rows.items() if text]
@@ -201,16 +202,32 @@ def _setting_text(row: Tried) -> str:
 def recompute_text(plan: Plan) -> str:
     """ "layers.*  ×2 of 4": what is computed again, of how many modules of a like name; "layers.* (gelu, layer_norm ×2)
     ×3 of 4": operators by themselves, of so many blocks; "none"."""
-    again = Counter(_folded(path) for path in modules_again(plan.recompute))
-    called = {tuple(_module(plan, name).split(".")) for name in plan.scopes}
-    modules = {".".join(parts[:n]) for parts in called for n in range(1, len(parts) + 1)}
-    alike = Counter(map(_folded, modules))
-    counts = {path: f"{count} of {alike[path]}" if count < alike[path] else str(count) for path, count in again.items()}
-    texts = [f"{path}  ×{count}" for path, count in counts.items()]
+    alike = _alike(plan)
+    texts = _counted_modules(modules_again(plan.recompute), alike)
     for (path, operators), count in _operators_again(plan).items():
         times = f"{count} of {alike[path]}" if count < alike[path] else str(count)
         texts.append(f"{path} ({operators})  ×{times}")
     return ", ".join(texts) or "none"
+
+
+def _alike(plan: Plan) -> Counter[str]:
+    """How many modules there are of each like name."""
+    called = {tuple(_module(plan, name).split(".")) for name in plan.scopes}
+    return Counter(map(_folded, {".".join(parts[:n]) for parts in called for n in range(1, len(parts) + 1)}))
+
+
+def _counted_modules(paths: Iterable[str], alike: Mapping[str, int]) -> list[str]:
+    found = Counter(map(_folded, paths))
+    counts = {path: f"{count} of {alike[path]}" if count < alike[path] else str(count) for path, count in found.items()}
+    return [f"{path}  ×{count}" for path, count in counts.items()]
+
+
+def copied_out_text(plan: Plan) -> str:
+    """ "layers.*  ×3 of 4, 12.3 MB on the host": modules of which what is saved waits there, and the most that a rank
+    has there; "none"."""
+    held = plan.predicted.host_bytes
+    on_host = f", {bytes_text(held)} on the host" if held else ""
+    return ", ".join(_counted_modules(plan.copied_out, _alike(plan))) + on_host if plan.copied_out else "none"
 
 
 def _operators_again(plan: Plan) -> Counter[tuple[str, str]]:
@@ -431,6 +448,8 @@ def diff_text(plan: Plan, other: Plan) -> str:
         lines.append(f"axes: {_axes(plan)} | {_axes(other)}")
     if plan.recompute != other.recompute:
         lines.append(f"recompute: {recompute_text(plan)} | {recompute_text(other)}")
+    if plan.copied_out != other.copied_out:
+        lines.append(f"copied out: {copied_out_text(plan)} | {copied_out_text(other)}")
     if _fork_texts(plan) != _fork_texts(other):
         lines.append(f"branches: {_fork_texts(plan)} | {_fork_texts(other)}")
     for name, number in (("step_time_ns", time_text), ("peak_bytes", bytes_text)):

@@ -20,10 +20,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
+from autopar.cost.compute import copy_time_ns
 from autopar.ir.schedule import BACKWARD_INPUT, FORWARD
 from autopar.runtime.packing import BUCKET_SIZES, MAX_IN_FLIGHT, BucketSizes
 from autopar.simulate.engine import (
@@ -39,6 +40,7 @@ from autopar.simulate.engine import (
     Sent,
     Task,
 )
+from autopar.simulate.copies import DOWN, UP, CopiedCall
 from autopar.simulate.orders import BackwardStep, Changes, Direction, Lifetimes, Orders
 from autopar.simulate.program import Bucket, Item, LocalProgram, Slot, Transmission
 from autopar.simulate.sharing import Share
@@ -361,6 +363,7 @@ class Player:
         self.program, self.orders, self.overlap = program, orders, overlap
         self._collective_ns = profile.host.collective_ns if profile.host else 0
         self._slowdowns, self._queues = profile.slowdowns, queues_of(profile, overlap)
+        self._host, self._copy_ns = profile.beside, cache(lambda num_bytes: copy_time_ns(num_bytes, profile))
         self._number = {slot.value: number for number, slot in enumerate(program.slots)}
 
     def start(self, kind: PassKind, engine: Engine, meet: Meet | None) -> None:
@@ -383,6 +386,8 @@ class Player:
         self._home: list[int] = []
         self._gradients: dict[int, list[int]] = defaultdict(list)  # value -> the tasks that contribute to it
         self._arrivals: Sequence[tuple[int, int]] = ()  # of shards of other parts in each share: new bytes, added ones
+        self._arrives: tuple[int, CopiedCall] | None = None  # what is on its way to the host, and its task
+        self._fetched: dict[int, int] = {}  # calls whose memory comes back -> the task
         self._launched: set[int] = set()  # units whose regathered parameters this pass has asked for
 
     def gather(self, carried: Carried, meet: Meet | None) -> Gathered:
@@ -403,6 +408,7 @@ class Player:
     def _run_forward(self, numbers: range) -> int:
         """Runs items in order; returns the last one's last task."""
         visits, entered, last = self.orders.visits, set[int](), LAST
+        leaving = {call.last: call for call in self.lifetimes.copied.values() if call.out}
         for number in numbers:
             item = self.program.items[number]
             units = self.orders.around[item.unit]
@@ -410,12 +416,18 @@ class Player:
                 entered.add(unit)
                 self._enter(unit, visits[visits.index(unit) + 1 :][:1])
             last = self._run(number, item, "forward", self.lifetimes.forward)
+            if number in leaving:
+                self._copy_out(leaving[number], last)
             for unit in (unit for unit in reversed(units) if number == self.orders.last[unit]):
                 self._release(unit)
-        return last
+        return self._arrive() if self._arrives is not None else last
 
     def _run_steps(self, direction: Direction) -> None:
         left, again = set(direction.regions), self.orders.running_again
+        calls = [call for _, call in sorted(self.lifetimes.copied.items(), reverse=True) if call.back]
+        reached = {call.reached: (call, before) for call, before in zip(calls, [*calls[1:], None], strict=True)}
+        if calls:
+            self._fetch_back(calls[0])
         later = {unit for units in direction.entered.values() for unit in units}
         for step in direction.steps:
             for unit in direction.entered.get(step.number, ()):
@@ -426,7 +438,46 @@ class Player:
                 if region in left:
                     left.discard(region)
                     self._recompute(region, later)
+            if step.number in reached:
+                call, before = reached[step.number]
+                if before is not None:
+                    self._fetch_back(before)
+                self._awaited.append(self._fetched[call.last])
             self._run_backward(step)
+
+    # Copies to the host and back ----------------------------------------
+
+    def _copy_out(self, call: CopiedCall, after: int) -> None:
+        """What a call has saved leaves for the host; what the call before has, must be there."""
+        assert self._host is not None, "a plan that copies out is for devices whose host's memory is known"
+        if self._host.is_simulated:  # the rank itself copies, and waits until a link would have
+            after = self._compute(self._name_of(call), "forward", self._copy_ns(sum(call.out)), [after])
+        task = self.engine.transmit(DOWN, self._name_of(call), "offload down", self._host.down_ns(sum(call.out)), [after])
+        if self._arrives is not None:
+            self._arrive()
+        self._arrives = task, call
+
+    def _arrive(self) -> int:
+        """Compute waits until what is on its way is on the host, and gives back the device's memory; the last task."""
+        assert self._arrives is not None
+        task, call = self._arrives
+        self._arrives = None
+        waits = self._compute(self._name_of(call), "forward", 0, [task])
+        self.engine.release(waits, call.freed_bytes, "activations")
+        return waits
+
+    def _fetch_back(self, call: CopiedCall) -> None:
+        """What a call has on the host begins to come back."""
+        assert self._host is not None, "a plan that copies out is for devices whose host's memory is known"
+        self.engine.allocate(self.engine.last, call.taken_bytes, "activations", Moment.SEND)
+        if self._host.is_simulated:
+            self._compute(self._name_of(call), "backward", self._copy_ns(sum(call.back)), ())
+        self._fetched[call.last] = self.engine.transmit(
+            UP, self._name_of(call), "offload up", self._host.up_ns(sum(call.back)), [self.engine.last]
+        )
+
+    def _name_of(self, call: CopiedCall) -> str:
+        return f"saved in {self.program.units[self.program.items[call.last].unit] or 'the program'}"
 
     # Items ----------------------------------------
 
