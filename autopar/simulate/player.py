@@ -166,6 +166,7 @@ class Travelling(NamedTuple):
     new_bytes: int
     whole_bytes: int
     has_buffer: bool
+    is_downward: bool = False  # to the host, which no other bucket waits for
 
     @property
     def freed_bytes(self) -> int:
@@ -600,7 +601,13 @@ class Player:
         if not bucket.transmissions:
             return
         name = slots[0].tensor if len(slots) == 1 else f"{slots[0].tensor} and {len(slots) - 1} more"
-        _, last = self._transmit(name, "parameter", bucket.transmissions, after)
+        if bucket.first_is_beside:
+            after, (first, *rest) = [*after], bucket.transmissions
+            _, copied = self._transmit(name, "parameter", [first], after)
+            _, last = self._transmit(name, "parameter", rest, after)
+            last = self.engine.later(copied, last)
+        else:
+            _, last = self._transmit(name, "parameter", bucket.transmissions, after)
         for slot in slots:
             self._ready[slot.value] = last
             if slot.gather_bytes:
@@ -708,7 +715,7 @@ class Player:
 
     def _go_on(self, shrinks: bool) -> None:
         """Before another bucket is sent: journeys of several steps end, and the oldest if many are left."""
-        for journey in [j for j in self._travelling if j[1].has_buffer]:
+        for journey in [j for j in self._travelling if j[1].has_buffer and not j[1].is_downward]:
             self._end_travelling(journey)
         while shrinks and len(self._travelling) >= MAX_IN_FLIGHT:
             self._end_travelling(self._travelling[0])
@@ -721,7 +728,12 @@ class Player:
         share, engine = self.shares[index], self.engine
         copied, whole = share.scatter_bytes, share.whole_bytes
         new, added = self._arrivals[index]
-        for slot in (self.program.slots[number] for number in share.slots):
+        slots = [self.program.slots[number] for number in share.slots]
+        is_downward = slots[0].storage.on_host
+        if is_downward:  # shards come and go; nothing stays
+            new, added = 0, new + added + sum(slot.stored_bytes for slot in slots)
+            added *= any(step.before.kind == "S" for step in slots[0].steps[1:])
+        for slot in slots if not is_downward else ():
             if slot.tensor in self._held:
                 added += slot.stored_bytes
             else:
@@ -731,7 +743,7 @@ class Player:
         if not share.has_buffer:
             engine.allocate(engine.last, new, "gradients", Moment.SEND)
             engine.allocate(engine.last, added, UNDER_WAY, Moment.SEND)
-        self._travelling.append((task, Travelling(0, "", copied, added, new, whole, share.has_buffer)))
+        self._travelling.append((task, Travelling(0, "", copied, added, new, whole, share.has_buffer, is_downward)))
         self._whole.difference_update(share.slots)
         self._buffered.discard(index)
 

@@ -420,7 +420,8 @@ class PlayedStep:
             lanes = tuple(in_time(lane, clock, makespan) for lane in lanes)
         last = lanes[max(range(len(lanes)), key=lambda n: self.submeshes[n].end_ns)]
         most = max(lanes, key=lambda lane: sum(lane.comm_bytes.values()))
-        return Timeline(lanes, makespan, last.breakdown, last.exposed, most.comm_bytes)
+        on_host = [sum(self.stages[stage].player.host_bytes for stage in each.stages) for each in self.submeshes]
+        return Timeline(lanes, makespan, last.breakdown, last.exposed, most.comm_bytes, max(on_host))
 
     def _residents(self, submesh: Submesh) -> list[tuple[int, str]]:
         return [held for stage in submesh.stages for held in self.stages[stage].player.residents]
