@@ -26,7 +26,8 @@ from autopar.ir.constraint import Constraint, pinned
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.outline import Outline
-from autopar.ir.plan import Plan, Stage, Storage
+from autopar.ir.offload import BOTH, OPTIMIZER
+from autopar.ir.plan import Plan, SimulatedLink, Stage, Storage
 from autopar.ir.structure import batch_inputs
 from autopar.microbatch import cut_constraints, divided_graph, divisible
 from autopar.ops import coverage
@@ -232,7 +233,11 @@ class Place:
 
     @property
     def _storages(self) -> Callable[[Tensor, LogicalMesh], list[Storage]]:
-        return partial(storage_options, microbatches=self.part.microbatches)
+        microbatches, request = self.part.microbatches, self.request
+        if request.mode != "train" or not request.may_offload_state:
+            return partial(storage_options, microbatches=microbatches)
+        must = request.offload in (OPTIMIZER, BOTH)
+        return partial(storage_options, microbatches=microbatches, may_offload=True, must_offload=must)
 
     def _sources(self, graph: Graph) -> dict[str, str]:
         """Where the profile's blocks come from that this graph and mesh make use of."""
@@ -241,6 +246,14 @@ class Place:
         trains = self.request.optimizer is not None and self.request.mode == "train"
         families = {operator(node.op).work.family for node in graph.nodes} | ({"optimizer"} if trains else set())
         return self.profile.sources(families, levels)
+
+    @property
+    def _simulated_link(self) -> SimulatedLink | None:
+        """Where something may be on the host, and the link to that is simulated."""
+        host = self.shared_profile.beside if self.request.may_offload else None
+        if host is None or not host.is_simulated:
+            return None
+        return SimulatedLink(host.down_bandwidth, host.up_bandwidth, host.copy_ns)
 
     def draft(self) -> Plan:
         """Everything of the plan that is known before the search."""
@@ -263,6 +276,7 @@ class Place:
             sources=self._sources(graph),
             parameters={s.tensor: s.name for s in graph.stored},
             types={name: str(graph.kept(name)) for name in (*graph.inputs, *(s.tensor for s in graph.stored))},
+            host_link=self._simulated_link,
             scopes={n.name: f"{n.scope.module}|{n.op}|{n.source.replace('|', '¦')}" for n in graph.nodes},
             blocks=self.part.blocks.paths,
         )

@@ -8,7 +8,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.ir.constraint import Constraint
 from autopar.ir.mesh import Mesh
-from autopar.ir.offload import NOT_OFFLOADED
+from autopar.ir.offload import BOTH, NOT_OFFLOADED, OPTIMIZER
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,16 @@ class Request:
     allow: tuple[str, ...] = ()  # of `arguments.ALLOWED`
     offload: str = NOT_OFFLOADED  # what a template has on the host, by name
     copied_out: tuple[str, ...] = ()
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether anything may be kept on the host."""
+        return "offload" in self.allow or self.offload != NOT_OFFLOADED
+
+    @property
+    def may_offload_state(self) -> bool:
+        """Whether parameters, with gradients and optimizer state, may be."""
+        return "offload" in self.allow or self.offload in (OPTIMIZER, BOTH)
 
     def recomputing(self, modules: tuple[str, ...]) -> Request:
         """The request with these modules computed again."""

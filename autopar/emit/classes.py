@@ -125,6 +125,8 @@ class ClassWriter:
             parts.append("regather=True")
         elif storage.reduce_each_microbatch:
             parts.append("reduce_each_microbatch=True")
+        if storage.on_host:
+            parts.append("on_host=True")
         if not stored.requires_grad:
             parts.append("requires_grad=False")
         parts += pieces_text(self.graph, stored)

@@ -14,7 +14,7 @@ from autopar.emit.literals import unsaved_text
 from autopar.emit.module import Module
 from autopar.emit.names import Names, escaped, keywords
 from autopar.emit.once import made_once
-from autopar.emit.stages import Received, argument_lines, input_lines, pipeline, received
+from autopar.emit.stages import Received, argument_lines, input_lines, link_lines, pipeline, received
 from autopar.emit.tree import build_tree
 from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
@@ -182,6 +182,8 @@ def _declarations(what: _Written) -> list[str]:
     lines = [f"{INDENT}AXES = {real!r}", f"{INDENT}MICROBATCHES = {what.stage.microbatches}"]
     if joined := joined_axes(what.graph, what.stage.nodes, what.stage.axes):
         lines.append(f"{INDENT}JOINED = {joined!r}")
+    if what.graph.ends is None:
+        lines += link_lines(what.stage.plan)
     shares = {axis.name: axis.shares for axis in what.stage.axes if axis.shares}
     lines += [f"{INDENT}SHARES = {shares!r}"] if shares else []
     if values := unsaved_text(what.graph):

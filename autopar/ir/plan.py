@@ -42,11 +42,23 @@ class Storage:
     `placement`: what each rank stores, I or S(d) an axis (R for what needs no gradient). ZeRO-0 stores I;
     ZeRO-1 stores S and gathers once a step; ZeRO-2 also reduces gradients each microbatch (`reduce_each_microbatch`);
     ZeRO-3 also gathers again for the backward pass (`regather`). Optimizer state follows the stored placement.
+    `on_host`: what is stored, its gradient and its optimizer state are in the host's memory, where it is updated
+    (ZeRO-Offload); it is brought to the device for a step, or with `regather` for each use (ZeRO-Infinity).
     """
 
     placement: Placement
     regather: bool = False
     reduce_each_microbatch: bool = False
+    on_host: bool = False
+
+
+class SimulatedLink(NamedTuple):
+    """The link between device and host of ranks of which both are one memory: bytes a second from the device and to it,
+    and nanoseconds a copy takes beside. The runtime delays copies to that."""
+
+    down_bandwidth: float
+    up_bandwidth: float
+    copy_ns: int
 
 
 @dataclass(frozen=True)
@@ -364,6 +376,7 @@ class Plan:
     runs: str = EAGER  # or COMPILED: what the prediction is of
     memory_limit: int = 0
     allow: tuple[str, ...] = ()  # options that the search might take, such as "offload", beside those it always may
+    host_link: SimulatedLink | None = None  # where something may be on the host, and the link to it is simulated
     routing: Routing | None = None  # how tokens choose experts, where it was said; balanced where not
     predicted: Prediction = Prediction()
     search: SearchReport = SearchReport()

@@ -29,6 +29,7 @@ from autopar.ir.plan import (
     Refinement,
     Rewriting,
     SearchReport,
+    SimulatedLink,
     Stage,
     Storage,
     Substitution,
@@ -58,6 +59,7 @@ def to_json(plan: Plan) -> str:
     data |= {} if plan.training else {"training": False}
     data |= {} if plan.runs == EAGER else {"runs": plan.runs}
     data |= {"allow": list(plan.allow)} if plan.allow else {}
+    data |= {"host_link": list(plan.host_link)} if plan.host_link else {}
     data |= {} if plan.routing is None else {"routing": plan.routing.to_json()}
     data["mesh"] = plan.mesh.to_json()
     data["microbatch_inputs"] = list(plan.microbatch_inputs)
@@ -92,7 +94,9 @@ def _stage_to_json(stage: Stage) -> dict[str, Any]:
         "axes": [_axis_to_json(axis) for axis in stage.axes],
         "inputs": {name: format_placement(placement) for name, placement in stage.inputs.items()},
         "storage": {
-            name: [format_placement(kept.placement), kept.regather, kept.reduce_each_microbatch]
+            name: [
+                format_placement(kept.placement), kept.regather, kept.reduce_each_microbatch, *[True] * kept.on_host
+            ]
             for name, kept in stage.storage.items()
         },
         "nodes": {
@@ -145,6 +149,7 @@ def _plan(data: dict[str, Any]) -> Plan:
         training=data.get("training", True),
         runs=data.get("runs", EAGER),
         allow=tuple(data.get("allow", ())),
+        host_link=SimulatedLink(*data["host_link"]) if "host_link" in data else None,
         routing=Routing.from_json(data["routing"]) if "routing" in data else None,
         mesh=Mesh([(name, nodes, devices) for name, nodes, devices in data["mesh"]]),
         stages=tuple(map(_stage, data["stages"])),
@@ -166,7 +171,7 @@ def _stage(data: dict[str, Any]) -> Stage:
         first_rank=data["first_rank"],
         axes=tuple(Axis(*axis[:3], *map(tuple, axis[3:])) for axis in data["axes"]),
         inputs={name: parse_placement(text) for name, text in data["inputs"].items()},
-        storage={name: Storage(parse_placement(row[0]), row[1], row[2]) for name, row in data["storage"].items()},
+        storage={name: Storage(parse_placement(row[0]), *row[1:]) for name, row in data["storage"].items()},
         nodes={
             name: NodePlan(tuple(map(parse_placement, row[0])), tuple(map(parse_placement, row[1])))
             for name, row in data["nodes"].items()

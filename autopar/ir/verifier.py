@@ -28,6 +28,7 @@ from autopar.ir.copied_out import check_copied_out
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import MICROBATCH, LogicalMesh, check_axis_names
 from autopar.ir.packed import check_packing
+from autopar.ir.offload import stored_on_host
 from autopar.ir.placement import I, P, Placement, R, format_placement, of_new_value
 from autopar.ir.plan import Plan, Redistribute, Stage, StagePlan, Storage
 from autopar.ir.recompute import (
@@ -71,6 +72,12 @@ def _verify_stage(graph: Graph, stage: StagePlan, admits: Admits) -> None:
     if crossing := sorted(tensors_again(graph, stage.recompute) & {*graph.received, *graph.sent}):
         raise PlanError(f"expected stages to keep what they send, found {crossing[0]} computed again")
     check_forks(graph, stage)
+    if stage.forks or any(axis.shares for axis in stage.axes):
+        if found := stored_on_host(stage):
+            raise PlanError(
+                f"expected equal ranks that all run the same with parameters on the host, found {found[0]} there, and "
+                "branches or unequal shares of the batch; keep it on the device"
+            )
     placements, branched = _sources(graph, stage), homes(stage)
     arrived = {(r.tensor, r.target) for r in stage.redistributes}
     if len(arrived) != len(stage.redistributes):
@@ -203,12 +210,17 @@ def _other_types(graph: Graph, plan: Plan) -> list[str]:
     return odd[:3] + ([f"{len(odd) - 3} more tensors differ"] if len(odd) > 3 else [])
 
 
-def _sources(graph: Graph, stage: Stage) -> dict[str, Placement]:
+def _sources(graph: Graph, stage: StagePlan) -> dict[str, Placement]:
     sources = dict(stage.inputs)
     for stored in graph.stored:
         storage = stage.storage[stored.tensor]
         _check_storage(graph, graph.tensors[stored.tensor], storage, stage.axes)
         is_updated = stored.name in graph.mutations and stored.kind != "parameter"
+        if storage.on_host and (stored.kind != "parameter" or not stored.requires_grad or stage.mode != "train"):
+            where = _maker(graph, stored.tensor)
+            raise PlanError(
+                f"expected parameters that are trained on the host, found {stored.name}{where}; keep it on the device"
+            )
         if is_updated and any(type_.kind == "S" for type_ in storage.placement):
             where = _maker(graph, stored.tensor)
             raise PlacementError(

@@ -25,6 +25,7 @@ from autopar.runtime.declare import (
 )
 from autopar.runtime.errors import CollectiveError, ProgramError, WorldError
 from autopar.runtime.functions import apply, hooked, imported
+from autopar.runtime.host_link import LinkRates
 from autopar.runtime.inputs import in_first, microbatch, total
 from autopar.runtime.lowering.context import *
 from autopar.runtime.lowering.cross_entropy import *
@@ -55,6 +56,7 @@ __all__ = [
     "Fields",
     "Given",
     "Input",
+    "LinkRates",
     "Numbered",
     "Parameter",
     "Parameters",

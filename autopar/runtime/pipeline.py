@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from autopar.runtime import comm, randomness
 from autopar.runtime.arrivals import FORWARD, Turn
 from autopar.runtime.declare import Pipeline, Program
 from autopar.runtime.errors import ProgramError
+from autopar.runtime.host_link import HostLink
 from autopar.runtime.inputs import check_unread, join_outputs, split_named
 from autopar.runtime.local import Local
 from autopar.runtime.mesh import Axis, RankMesh, make_submeshes, own_group, world_of
@@ -139,7 +141,8 @@ class PipelineRank(Rank):
 def _meshes(pipeline: type[Pipeline], device: torch.device, timeout_s: float) -> list[RankMesh | None]:
     ranks = [range(stage.FIRST_RANK, stage.FIRST_RANK + num_ranks(stage)) for stage in pipeline.STAGES]
     submeshes = [(own, stage.AXES, stage.JOINED) for own, stage in zip(ranks, pipeline.STAGES, strict=True)]
-    return make_submeshes(submeshes, device, timeout_s)
+    link = HostLink(device, pipeline.HOST_LINK)
+    return [mesh and replace(mesh, link=link) for mesh in make_submeshes(submeshes, device, timeout_s)]
 
 
 def _world_mesh(count: int, device: torch.device, timeout_s: float) -> RankMesh:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from autopar.runtime.copying import LEAST_COPIED_BYTES, aligned
 from autopar.simulate.program import Item, LocalProgram
 
-DOWN, UP = "host down", "host up"
-"""Streams of a device: copies to its host, and from there."""
 MOST_PIECES = 4
 """Of how many tensors one `Extra` of an operator may be: of one with fewer bytes than so many copied pieces, some may
 stay."""

@@ -127,6 +127,11 @@ class PartedStage:
         """Bytes that are held through the step, and of what kind."""
         return self.variants.residents(self.plan, self.joined.parts)
 
+    @property
+    def host_bytes(self) -> int:
+        """What is kept on the host."""
+        return self.variants.host_bytes(self.plan)
+
     def has_work(self, name: str) -> bool:
         """Whether anything runs in a pass of that name."""
         return name == FORWARD or any(part.directions[name].steps for part in self.joined.parts)

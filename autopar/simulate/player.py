@@ -40,7 +40,8 @@ from autopar.simulate.engine import (
     Sent,
     Task,
 )
-from autopar.simulate.copies import DOWN, UP, CopiedCall
+from autopar.simulate.copies import CopiedCall
+from autopar.simulate.host_copies import DOWN, UP, host_of
 from autopar.simulate.orders import BackwardStep, Changes, Direction, Lifetimes, Orders
 from autopar.simulate.program import Bucket, Item, LocalProgram, Slot, Transmission
 from autopar.simulate.sharing import Share
@@ -168,6 +169,7 @@ class Travelling(NamedTuple):
     new_bytes: int
     whole_bytes: int
     has_buffer: bool
+    is_downward: bool = False  # to the host, which no other bucket waits for
 
     @property
     def freed_bytes(self) -> int:
@@ -363,7 +365,7 @@ class Player:
         self.program, self.orders, self.overlap = program, orders, overlap
         self._collective_ns = profile.host.collective_ns if profile.host else 0
         self._slowdowns, self._queues = profile.slowdowns, queues_of(profile, overlap)
-        self._host, self._copy_ns = profile.beside, cache(lambda num_bytes: copy_time_ns(num_bytes, profile))
+        self._profile, self._copy_ns = profile, cache(lambda num_bytes: copy_time_ns(num_bytes, profile))
         self._number = {slot.value: number for number, slot in enumerate(program.slots)}
 
     def start(self, kind: PassKind, engine: Engine, meet: Meet | None) -> None:
@@ -449,10 +451,11 @@ class Player:
 
     def _copy_out(self, call: CopiedCall, after: int) -> None:
         """What a call has saved leaves for the host; what the call before has, must be there."""
-        assert self._host is not None, "a plan that copies out is for devices whose host's memory is known"
-        if self._host.is_simulated:  # the rank itself copies, and waits until a link would have
+        host = host_of(self._profile)
+        if host.is_simulated:  # the rank itself copies, and waits until a link would have
             after = self._compute(self._name_of(call), "forward", self._copy_ns(sum(call.out)), [after])
-        task = self.engine.transmit(DOWN, self._name_of(call), "offload down", self._host.down_ns(sum(call.out)), [after])
+        kind, duration_ns = f"activation {DOWN}", host.down_ns(sum(call.out))
+        task = self.engine.transmit(DOWN, self._name_of(call), kind, duration_ns, [after])
         if self._arrives is not None:
             self._arrive()
         self._arrives = task, call
@@ -468,12 +471,12 @@ class Player:
 
     def _fetch_back(self, call: CopiedCall) -> None:
         """What a call has on the host begins to come back."""
-        assert self._host is not None, "a plan that copies out is for devices whose host's memory is known"
+        host = host_of(self._profile)
         self.engine.allocate(self.engine.last, call.taken_bytes, "activations", Moment.SEND)
-        if self._host.is_simulated:
+        if host.is_simulated:
             self._compute(self._name_of(call), "backward", self._copy_ns(sum(call.back)), ())
         self._fetched[call.last] = self.engine.transmit(
-            UP, self._name_of(call), "offload up", self._host.up_ns(sum(call.back)), [self.engine.last]
+            UP, self._name_of(call), f"activation {UP}", host.up_ns(sum(call.back)), [self.engine.last]
         )
 
     def _name_of(self, call: CopiedCall) -> str:
@@ -651,7 +654,13 @@ class Player:
         if not bucket.transmissions:
             return
         name = slots[0].tensor if len(slots) == 1 else f"{slots[0].tensor} and {len(slots) - 1} more"
-        _, last = self._transmit(name, "parameter", bucket.transmissions, after)
+        if bucket.first_is_beside:
+            after, (first, *rest) = [*after], bucket.transmissions
+            _, copied = self._transmit(name, "parameter", [first], after)
+            _, last = self._transmit(name, "parameter", rest, after)
+            last = self.engine.later(copied, last)
+        else:
+            _, last = self._transmit(name, "parameter", bucket.transmissions, after)
         for slot in slots:
             self._ready[slot.value] = last
             if slot.gather_bytes:
@@ -759,7 +768,7 @@ class Player:
 
     def _go_on(self, shrinks: bool) -> None:
         """Before another bucket is sent: journeys of several steps end, and the oldest if many are left."""
-        for journey in [j for j in self._travelling if j[1].has_buffer]:
+        for journey in [j for j in self._travelling if j[1].has_buffer and not j[1].is_downward]:
             self._end_travelling(journey)
         while shrinks and len(self._travelling) >= MAX_IN_FLIGHT:
             self._end_travelling(self._travelling[0])
@@ -772,7 +781,12 @@ class Player:
         share, engine = self.shares[index], self.engine
         copied, whole = share.scatter_bytes, share.whole_bytes
         new, added = self._arrivals[index]
-        for slot in (self.program.slots[number] for number in share.slots):
+        slots = [self.program.slots[number] for number in share.slots]
+        is_downward = slots[0].storage.on_host
+        if is_downward:  # shards come and go; nothing stays
+            new, added = 0, new + added + sum(slot.stored_bytes for slot in slots)
+            added *= any(step.before.kind == "S" for step in slots[0].steps[1:])
+        for slot in slots if not is_downward else ():
             if slot.tensor in self._held:
                 added += slot.stored_bytes
             else:
@@ -782,7 +796,7 @@ class Player:
         if not share.has_buffer:
             engine.allocate(engine.last, new, "gradients", Moment.SEND)
             engine.allocate(engine.last, added, UNDER_WAY, Moment.SEND)
-        self._travelling.append((task, Travelling(0, "", copied, added, new, whole, share.has_buffer)))
+        self._travelling.append((task, Travelling(0, "", copied, added, new, whole, share.has_buffer, is_downward)))
         self._whole.difference_update(share.slots)
         self._buffered.discard(index)
 

@@ -67,6 +67,7 @@ from autopar.simulate.facts import (
     number_calls,
     tensors_on_the_way,
 )
+from autopar.simulate.host_copies import AXIS, COPY, DOWN, UP, host_of, is_copy
 from autopar.simulate.traffic import inner_collectives
 
 OPTIMIZER_KERNELS = {
@@ -216,6 +217,7 @@ class Bucket:
     slots: list[int]
     transmissions: tuple[Transmission, ...]
     convert_ns: int = 0  # packing, joining and casting on the rank itself
+    first_is_beside: bool = False  # what comes after the first transmission, a copy from the host, runs beside it
 
 
 @dataclass(slots=True)
@@ -445,6 +447,8 @@ class Lowering:
         if known is not None and program.values[known].slot >= 0:
             return known
         steps = self._route(tensor, placement)
+        if self.plan.storage[tensor].on_host and COPY not in steps:
+            steps = (COPY, *steps)
         storage = self._memory(0, -1)  # its bytes are counted slot by slot
         local = self.shapes.local(tensor, placement)
         value = self._value(tensor, placement, local, storage, slot=len(program.slots))
@@ -472,20 +476,24 @@ class Lowering:
 
     def _slot_price(self, tensor: str, steps: tuple[Step, ...], value: Value) -> _SlotPrice:
         source, kept = self.placements[tensor], self.graph.kept(tensor)
+        way, steps = steps, tuple([step for step in steps if not is_copy(step)])
         is_cast = tensor in self.graph.kept_dtypes and self.graph.stored_by_tensor[tensor].kind == "parameter"
-        key = (value.shape, source, steps, kept.shape, kept.dtype, self.graph.tensors[tensor].dtype, is_cast)
+        key = (value.shape, source, way, kept.shape, kept.dtype, self.graph.tensors[tensor].dtype, is_cast)
         known = self.prices.slots.get(key)
         if known is None:
             stored = math.prod(self._stored_shape(tensor))
             itemsize, master = self.graph.itemsizes(tensor)
             is_sent = is_cast and any(step.before.kind == "S" for step in steps)  # the shard's cast copy is
-            is_alias = not any("S" in (s.before.kind, s.after.kind) or s.after.kind == "P" for s in steps)
+            is_alias = not any("S" in (s.before.kind, s.after.kind) or s.after.kind == "P" for s in way)
+            staged = stored * kept.itemsize if way != steps and (steps or is_cast) else 0
             known = self.prices.slots[key] = _SlotPrice(
                 stored_bytes=stored * kept.itemsize,
                 gradient_bytes=math.prod(value.shape) * kept.itemsize,
                 is_alias=is_alias and tensor not in self.graph.kept_dtypes,
-                sizes=self._step_bytes(tensor, steps),
-                gather_bytes=self.copies.gather_bytes(tensor, source, steps) + (stored * itemsize if is_sent else 0),
+                sizes=self._step_bytes(tensor, way),
+                gather_bytes=(
+                    self.copies.gather_bytes(tensor, source, steps) + (stored * itemsize if is_sent else 0) + staged
+                ),
                 scatter_bytes=self.copies.scatter_bytes(tensor, source, steps),
                 cast_bytes=self._cast_bytes(stored, math.prod(value.shape), itemsize + master) if is_cast else (0, 0),
                 is_cast=is_cast,
@@ -507,6 +515,10 @@ class Lowering:
             axes = self.plan.axes if axes is None else axes
             axes = evenly(axes) if tensor in self.plan.storage else axes
             for step in steps:
+                if is_copy(step):
+                    size = math.prod(local_shape(shape, placement, axes)) * self.graph.kept(tensor).itemsize
+                    sizes.append((size, size))
+                    continue
                 sizes.append(transfer_bytes(shape, itemsize, placement, axes, step))
                 placement = apply(step, placement)
             self.step_bytes[key] = tuple(sizes)
@@ -546,13 +558,23 @@ class Lowering:
         others."""
         rows = list(zip(steps, sizes, *elsewhere, strict=True))
         return tuple(
-            self._transmission(
+            self._host_copy(size[direction], direction)
+            if is_copy(step)
+            else self._transmission(
                 step.transfers[direction].collective or "", step.axis, size[direction],
                 tuple([other[direction] for other in more]),
             )
             for step, size, *more in (rows if direction == 0 else reversed(rows))
-            if step.transfers[direction].collective and self.plan.axes[step.axis].size > 1
+            if is_copy(step) or (step.transfers[direction].collective and self.plan.axes[step.axis].size > 1)
         )  # fmt: skip
+
+    def _host_copy(self, num_bytes: int, direction: int) -> Transmission:
+        """Of what is stored to the device (0), or of its gradient to the host, where it is added to what is there of
+        earlier microbatches."""
+        host = host_of(self.profile)
+        duration = host.up_ns(num_bytes) if direction == 0 else host.down_ns(num_bytes)
+        name = UP if direction == 0 else DOWN
+        return Transmission(name, name, AXIS, num_bytes, duration, beside_ns=duration)
 
     # Items ----------------------------------------
 
@@ -1036,7 +1058,8 @@ class Lowering:
         columns = zip(*rows, strict=True) if len(rows) > 1 else ()
         sizes = [(sum(a for a, _ in column), sum(b for _, b in column)) for column in columns] or rows[0]
         sent = self._transmissions(first.steps, sizes, 0)
-        return Bucket(slots, sent, (self._convert_ns(slots) if sent else 0) + self._cast_ns(slots))
+        is_beside = COPY in first.steps and len(sent) > 1 and host_of(self.profile).is_simulated
+        return Bucket(slots, sent, (self._convert_ns(slots) if sent else 0) + self._cast_ns(slots), is_beside)
 
     def _cast_ns(self, slots: list[int]) -> int:
         """A kernel for each."""
@@ -1050,7 +1073,9 @@ class Lowering:
         copied = 0
         for slot in (self.program.slots[number] for number in slots):
             is_direct = slot.used_bytes >= LONE_BYTES and slot.steps[-1].before.dim == 0
-            copied += 0 if is_direct else slot.stored_bytes + 2 * slot.used_bytes
+            copied += 0 if is_direct or is_copy(slot.steps[-1]) else slot.stored_bytes + 2 * slot.used_bytes
+            if COPY in slot.steps and host_of(self.profile).is_simulated:  # by the rank itself
+                copied += slot.stored_bytes
         return len(slots) * self.profile.runtime.convert_ns + copy_time_ns(copied, self.profile)
 
 

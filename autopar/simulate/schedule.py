@@ -424,13 +424,14 @@ class PlayedStep:
         return Timeline(lanes, makespan, last.breakdown, last.exposed, most.comm_bytes, host)
 
     def _host_bytes(self, submesh: Submesh) -> int:
-        """What waits on the host of a rank at most: of each stage, of the microbatches that are between their passes."""
+        """What a rank has on its host at most: what is kept there, and of each stage what waits there of microbatches that
+        are between their passes."""
         each = {stage: self.stages[stage].player.waiting_bytes for stage in submesh.stages}
         now, most = dict.fromkeys(each, 0), dict.fromkeys(each, 0)
         for turn in submesh.turns if any(each.values()) else ():
             now[turn.stage] += {FORWARD: 1, BACKWARD: -1}.get(turn.direction, 0)
             most[turn.stage] = max(most[turn.stage], now[turn.stage])
-        return sum(most[stage] * size for stage, size in each.items())
+        return sum(self.stages[stage].player.host_bytes + most[stage] * size for stage, size in each.items())
 
     def _residents(self, submesh: Submesh) -> list[tuple[int, str]]:
         return [held for stage in submesh.stages for held in self.stages[stage].player.residents]

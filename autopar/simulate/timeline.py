@@ -282,8 +282,8 @@ class Timeline:
 
     breakdown, exposed: of the lane that ends last. `exposed` says by kind of communication how long compute stood
     still for it. peak_bytes, memory, memory_at_peak: of the lane with the highest peak. comm_bytes: what a rank hands
-    to each collective in a step, of the lane that sends most. host_bytes: what is kept on the host of the rank that has
-    most there.
+    to each collective in a step, of the lane that sends most. host_bytes: what is kept on the host, of the lane that
+    has most there.
     """
 
     lanes: tuple[Lane, ...]

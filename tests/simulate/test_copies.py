@@ -18,7 +18,7 @@ from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import template_profile
 from autopar.simulate import Timeline, simulate
-from autopar.simulate.copies import DOWN, UP
+from autopar.simulate.host_copies import DOWN, UP
 from autopar.trace import trace
 from models import gpt
 
@@ -52,7 +52,7 @@ def test_a_link_without_end_costs_no_time_and_spares_memory(pp: int) -> None:
     fast, plain = played(1e18, pp), played(None, pp)
     assert plain.step_time_ns <= fast.step_time_ns <= plain.step_time_ns + 10 * plan(pp).microbatches
     assert fast.peak_bytes < 0.9 * plain.peak_bytes
-    assert not any(kind.startswith("offload") for kind, ns in fast.exposed.items() if ns > 1000)
+    assert not any("host" in kind for kind, ns in fast.exposed.items() if ns > 1000)
     assert plain.host_bytes == 0 < fast.host_bytes
 
 
@@ -68,7 +68,7 @@ def test_a_slow_link_is_waited_for() -> None:
     slow, fast = played(link), played(1e18)
     each = slow.host_bytes / link * 1e9 * plan().microbatches
     assert slow.step_time_ns > fast.step_time_ns and slow.step_time_ns >= each
-    assert slow.exposed["offload up"] > 0 and slow.exposed["offload down"] > 0
+    assert slow.exposed["activation host up"] > 0 and slow.exposed["activation host down"] > 0
     assert slow.peak_bytes == fast.peak_bytes and slow.host_bytes == fast.host_bytes
     for stream in (DOWN, UP):
         spans = sorted((event.start_ns, event.end_ns) for event in slow.events if event.stream[1] == stream)
