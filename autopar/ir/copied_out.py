@@ -36,7 +36,9 @@ def _check_modules(graph: Graph, plan: Plan) -> None:
     for path in plan.copied_out:
         if path not in blocks:
             near = ", ".join(difflib.get_close_matches(path, blocks)) or "none of a name like that"
-            raise PlanError(f"expected modules with modules inside that run to copy out, found {path!r}; there is {near}")
+            raise PlanError(
+                f"expected modules with modules inside that run to copy out, found {path!r}; there is {near}"
+            )
         inside = _around(path) & counts.keys()
         if inside or counts[path] > 1:
             raise PlanError(
@@ -67,14 +69,19 @@ def _check_beside(plan: Plan) -> None:
             f'would bring them back twice; take schedule="{PLAIN}", {_INSTEAD}'
         )
     if any(stage.forks for stage in plan.stages):
-        raise PlanError(f"expected no branches beside activations that are copied out, found some; plan without, {_INSTEAD}")
+        raise PlanError(
+            f"expected no branches beside activations that are copied out, found some; plan without, {_INSTEAD}"
+        )
     if not plan.mesh.is_homogeneous or any(axis.shares for stage in plan.stages for axis in stage.axes):
         raise PlanError(
             f"expected devices of one kind with equal shares to copy activations out, found {plan.mesh}; take such a "
             f"mesh, {_INSTEAD}"
         )
     if plan.runs != EAGER:
-        raise PlanError(f'expected a program that runs eagerly to copy activations out, found runs="{plan.runs}"; take runs="eager", {_INSTEAD}')
+        raise PlanError(
+            f'expected a program that runs eagerly to copy activations out, found runs="{plan.runs}"; take '
+            f'runs="eager", {_INSTEAD}'
+        )
 
 
 def _around(path: str) -> set[str]:

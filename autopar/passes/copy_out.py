@@ -1,4 +1,4 @@
-"""copy_out: where activations may wait on the host, plans in which blocks do, where they are faster or nothing else fits.
+"""copy_out: where activations may wait on the host, plans in which blocks' do, where they are faster or alone fit.
 
     of one stage     each place that was looked at, traded against memory by that              `places.copied`
     of several       the best plan, with the first blocks of each stage copied out instead of computed again

@@ -1,5 +1,5 @@
-"""A place traded against memory by what waits on the host: placements as where blocks are computed again, and along each
-ladder more blocks copied out, those that save first before others.
+"""A place traded against memory by what waits on the host: placements as where all blocks are copied out, and along
+each ladder more of them, those that save first before others.
 
     every block     what a link hides costs nothing
     every second    or third, one: a slow link has longer for each; what lies between is computed again

@@ -214,7 +214,7 @@ def _reference(input: Tensor, p: float = 0.5, training: bool = True, inplace: bo
 
 
 def apply_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """x / (1 − p) where the mask keeps it, zero elsewhere; rounded as torch's CPU dropout does. Autograd keeps the mask."""
+    """x / (1 − p) where the mask keeps it, zero elsewhere; rounded as torch's CPU dropout does."""
     made: Tensor = _Masked.apply(x, mask, p)  # type: ignore[no-untyped-call] # torch's
     return made
 

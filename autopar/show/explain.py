@@ -47,9 +47,9 @@ def explain_text(plan: Plan, pattern: str) -> str:
         return printable(_no_match(plan, pattern))
     found += [item for stage in stages for item in _forks(plan, stage, pattern)]
     told = [line.strip() for line in share_lines(plan)]
-    shown = (SCREEN_LINES - 2 - bool(again) - bool(by_itself) - bool(copied) - len(told) - len(conversions) - len(rewritten)) // max(
-        1, len(found)
-    ) - 1
+    shown = (
+        SCREEN_LINES - 2 - bool(again) - bool(by_itself) - bool(copied) - len(told) - len(conversions) - len(rewritten)
+    ) // max(1, len(found)) - 1
     others = runners_up(plan)
     lines = [f"Of whole plans, the next best were {'; '.join(others)}."] if others else []
     lines += [f"Of equal graphs, by a step: {graphs}."] if (graphs := graphs_text(plan)) else []

@@ -1,7 +1,7 @@
 """What a stage's microbatch copies to the host's memory and back, as `runtime.copying` does.
 
 A *call* of a module that is copied out is a run of items. What its items save is copied when the last of them has run,
-and has arrived when the next call's last one has, or the forward pass has ended; then the device's memory is given back.
+and has arrived when the next call's last one has, or the forward pass has ended; then the device's is given back.
 The last call's comes back when the backward pass begins, each other one when that reaches the call after it.
 """
 
@@ -42,7 +42,7 @@ class CopiedCall:
 
 @dataclass(frozen=True, slots=True)
 class CopiedMemory:
-    """Where a piece of memory goes: the call that copies it out and, if it does not stay, the one that brings it back."""
+    """Where a piece of memory goes: the call that copies it out and the one that brings it back, −1 if it stays."""
 
     out: int
     back: int

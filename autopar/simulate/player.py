@@ -27,6 +27,7 @@ from autopar.cost import Profile
 from autopar.cost.compute import copy_time_ns
 from autopar.ir.schedule import BACKWARD_INPUT, FORWARD
 from autopar.runtime.packing import BUCKET_SIZES, MAX_IN_FLIGHT, BucketSizes
+from autopar.simulate.copies import CopiedCall
 from autopar.simulate.engine import (
     COMPUTE,
     LAST,
@@ -40,7 +41,6 @@ from autopar.simulate.engine import (
     Sent,
     Task,
 )
-from autopar.simulate.copies import CopiedCall
 from autopar.simulate.host_copies import DOWN, UP, host_of
 from autopar.simulate.orders import BackwardStep, Changes, Direction, Lifetimes, Orders
 from autopar.simulate.program import Bucket, Item, LocalProgram, Slot, Transmission

@@ -23,7 +23,7 @@ from autopar.clock import worked
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Breakdown, Plan
-from autopar.ir.schedule import BACKWARD, FORWARD, DIRECTIONS, Turn, turns
+from autopar.ir.schedule import BACKWARD, DIRECTIONS, FORWARD, Turn, turns
 from autopar.runtime.arrivals import may_come_early
 from autopar.simulate.cores import Beside, clock_of, in_time, sharing_of
 from autopar.simulate.engine import NOTHING_SENT, Carried, Change, Flight, Moment, Sent
@@ -424,8 +424,8 @@ class PlayedStep:
         return Timeline(lanes, makespan, last.breakdown, last.exposed, most.comm_bytes, host)
 
     def _host_bytes(self, submesh: Submesh) -> int:
-        """What a rank has on its host at most: what is kept there, and of each stage what waits there of microbatches that
-        are between their passes."""
+        """What a rank has on its host at most: what is kept there, and of each stage what waits there of microbatches
+        that are between their passes."""
         each = {stage: self.stages[stage].player.waiting_bytes for stage in submesh.stages}
         now, most = dict.fromkeys(each, 0), dict.fromkeys(each, 0)
         for turn in submesh.turns if any(each.values()) else ():

@@ -28,6 +28,7 @@ import torch.multiprocessing as mp
 
 import autopar
 from autopar import runtime
+from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from benchmarks.accuracy.cpu import busy_seconds
 from benchmarks.accuracy.lifetimes import live_storages, track
@@ -35,7 +36,6 @@ from benchmarks.accuracy.memory import own_shard
 from benchmarks.accuracy.pairs import TEMPLATES, WORLD, build_model, traced
 from benchmarks.facts import facts
 from benchmarks.runtime.run import free_port
-from autopar.pipeline import template_of_graph
 
 CASES = ("gpt-small/dp", "gpt-long/zero3", "llama-small/tp", "bert-small/dp", "wide_resnet-small/zero3")
 LINKS = (4e9, 1e9, 2.5e8)
@@ -177,8 +177,8 @@ def step_of(times: Sequence[tuple[float, float]]) -> float:
 def rows(programs: Sequence[Program], told: dict[Program, Told], measured: dict[str, Any]) -> list[str]:
     """A table in Markdown."""
     lines = [
-        "| program | step, predicted | measured | off | × without copies, predicted | measured | off | peak, predicted | "
-        "measured | on the host |",
+        "| program | step, predicted | measured | off | × without copies, predicted | measured | off | "
+        "peak, predicted | measured | on the host |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for program in programs:
@@ -188,8 +188,8 @@ def rows(programs: Sequence[Program], told: dict[Program, Told], measured: dict[
         peak = measured[str(program)]["peak_bytes"]
         over = " **above**" if peak > told[program].peak_bytes else ""
         lines.append(
-            f"| {program} | {wanted / 1e6:.1f} ms | {ns / 1e6:.1f} ms | {wanted / ns - 1:+.1%} | {ratio:.2f} | {real:.2f} "
-            f"| {ratio / real - 1:+.1%} | {told[program].peak_bytes / 1e6:.1f} MB | {peak / 1e6:.1f} MB{over} | "
+            f"| {program} | {wanted / 1e6:.1f} ms | {ns / 1e6:.1f} ms | {wanted / ns - 1:+.1%} | {ratio:.2f} | "
+            f"{real:.2f} | {ratio / real - 1:+.1%} | {told[program].peak_bytes / 1e6:.1f} MB | {peak / 1e6:.1f} MB{over} | "
             f"{told[program].host_bytes / 1e6:.1f} MB |"
         )
     return lines

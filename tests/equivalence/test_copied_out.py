@@ -1,4 +1,4 @@
-"""Programs whose activations wait on the host compute what they do without, bit for bit, within the predicted memory."""
+"""Programs whose activations wait on the host compute what they do without, bit for bit, in the predicted memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What blocks save waits on the host: each piece of memory once, what is needed anyway not at all; gradients are equal."""
+"""What blocks save waits on the host: each piece of memory once, what is needed anyway not at all."""
 
 from __future__ import annotations
 

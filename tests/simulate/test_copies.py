@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def test_a_slow_link_is_waited_for() -> None:
     assert slow.peak_bytes == fast.peak_bytes and slow.host_bytes == fast.host_bytes
     for stream in (DOWN, UP):
         spans = sorted((event.start_ns, event.end_ns) for event in slow.events if event.stream[1] == stream)
-        assert all(one[1] <= other[0] for one, other in zip(spans, spans[1:], strict=False))
+        assert all(one[1] <= other[0] for one, other in pairwise(spans))
 
 
 def test_host_memory_counts_microbatches_in_flight() -> None:
