@@ -298,9 +298,9 @@ def copies_out(program: Any) -> bool:
 def copied_out(block: Callable[..., Any], *inputs: Any) -> Any:
     """Calls a block (or a method of one); what its operators save waits in the host's memory for the backward pass.
 
-    Without gradients, it is a plain call.
+    Without gradients, and outside of a program's forward, it is a plain call.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not _open.runs:
         return block(*inputs)
     return _open.runs[-1].call(block, inputs)
 

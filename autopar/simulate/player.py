@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache, cached_property, partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
@@ -427,7 +428,7 @@ class Player:
     def _run_steps(self, direction: Direction) -> None:
         left, again = set(direction.regions), self.orders.running_again
         calls = [call for _, call in sorted(self.lifetimes.copied.items(), reverse=True) if call.back]
-        reached = {call.reached: (call, before) for call, before in zip(calls, [*calls[1:], None], strict=True)}
+        reached = {call.reached: (call, before) for call, before in zip_longest(calls, calls[1:])}
         if calls:
             self._fetch_back(calls[0])
         later = {unit for units in direction.entered.values() for unit in units}

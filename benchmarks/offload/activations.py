@@ -189,8 +189,8 @@ def rows(programs: Sequence[Program], told: dict[Program, Told], measured: dict[
         over = " **above**" if peak > told[program].peak_bytes else ""
         lines.append(
             f"| {program} | {wanted / 1e6:.1f} ms | {ns / 1e6:.1f} ms | {wanted / ns - 1:+.1%} | {ratio:.2f} | "
-            f"{real:.2f} | {ratio / real - 1:+.1%} | {told[program].peak_bytes / 1e6:.1f} MB | {peak / 1e6:.1f} MB{over} | "
-            f"{told[program].host_bytes / 1e6:.1f} MB |"
+            f"{real:.2f} | {ratio / real - 1:+.1%} | {told[program].peak_bytes / 1e6:.1f} MB | "
+            f"{peak / 1e6:.1f} MB{over} | {told[program].host_bytes / 1e6:.1f} MB |"
         )
     return lines
 
