@@ -30,7 +30,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("hf_bert", {"tp": 2, "microbatches": 2}),
     ("moe", {"dp": 2, "zero": 1}),
     ("gpt", {"pp": 2, "microbatches": 4}),
-    ("llama", {"pp": 2, "dp": 2, "microbatches": 4, "schedule": "gpipe"}),
+    ("llama", {"pp": 2, "dp": 2, "microbatches": 2, "schedule": "gpipe"}),
     ("gpt", {"pp": 2, "microbatches": 4, "schedule": "interleaved"}),
 ]
 
