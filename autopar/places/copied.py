@@ -58,6 +58,6 @@ class CopiedPlace(TradedPlace):
         return super()._fits(plan) and (plan.predicted.host_bytes or 0) <= self.host_bytes
 
     @property
-    def _smallest(self) -> Place:  # type: ignore[override] # nothing is cached
+    def _smallest(self) -> Place:
         """With all of it copied out."""
         return replace(self.there, request=replace(self.there.request, copied_out=self.ladders[0][-1][0]))

@@ -65,7 +65,7 @@ class _Handle:
 
     def __init__(self, tensor: Tensor, memory: _Memory) -> None:
         self.memory, self.dtype = memory, tensor.dtype
-        self.layout: Layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.layout: Layout = tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
     def tensor(self) -> Tensor:
         """The same view of the memory, which has come back."""
