@@ -34,6 +34,8 @@ def copy_out(front: Front, context: Context) -> Iterator[Candidate]:
     if not is_asked or front.opened or context.profile.beside is None:
         return
     best = front.best
+    if best is not None and not _is_spared(best.plan):
+        return
     paths = [path for paths in context.blocks(front.given.graph).paths for path in paths]
     if not copied_blocks(front.given.graph, paths):
         return
@@ -42,6 +44,12 @@ def copy_out(front: Front, context: Context) -> Iterator[Candidate]:
     stages = {rule.stages for rule in request.constraints} - {None}
     if not stages or stages == {1}:
         yield from _places(front, context)
+
+
+def _is_spared(plan: Plan) -> bool:
+    """Whether a plan does anything that it may do for memory's sake."""
+    stored = [storage for stage in plan.stages for storage in stage.storage.values()]
+    return bool(plan.recompute) or plan.microbatches > 1 or any(one.regather or one.on_host for one in stored)
 
 
 def _host_bytes(context: Context) -> int:

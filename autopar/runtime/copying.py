@@ -1,6 +1,6 @@
 """Activations that wait in the host's memory: what a call's operators save goes there, and comes back in time.
 
-    forward    `copied_out` calls a block. Of what is saved in it, autograd keeps a `_Handle` each. When the call ends,
+    forward    `copied_out` calls a block. Of what is saved in it, autograd keeps a `_SavedHandle` each. When the call ends,
                the memory of these goes to the host, beside what runs next; when the next such call ends, it has
                arrived there, and the device's is given back
     backward   the last call's comes back when the pass begins, and each other one when the pass reaches the call after
@@ -34,13 +34,13 @@ ALIGNED_BYTES = 64
 Layout = tuple[torch.Size, tuple[int, ...], int]
 
 
-class _Memory:
+class _SavedMemory:
     """A piece of memory that operators save. storage: where it is on the device, if a call needs it there; host: its
     bytes there, until they have come back; call: that brings it back, none where it stays."""
 
     __slots__ = ("call", "device", "host", "known", "num_bytes", "storage")
 
-    def __init__(self, storage: UntypedStorage, call: _Call | None) -> None:
+    def __init__(self, storage: UntypedStorage, call: _OffloadedCall | None) -> None:
         self.storage = None if call is None else storage
         self.known: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call] # torch's
         self.num_bytes, self.device, self.call = storage.nbytes(), storage.device, call
@@ -58,12 +58,12 @@ class _Memory:
             self.storage = None
 
 
-class _Handle:
+class _SavedHandle:
     """What autograd keeps instead of a tensor."""
 
     __slots__ = ("dtype", "layout", "memory")
 
-    def __init__(self, tensor: Tensor, memory: _Memory) -> None:
+    def __init__(self, tensor: Tensor, memory: _SavedMemory) -> None:
         self.memory, self.dtype = memory, tensor.dtype
         self.layout: Layout = tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
@@ -74,18 +74,18 @@ class _Handle:
         return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, self.layout[2], *self.layout[:2])
 
 
-class _Call:
+class _OffloadedCall:
     """One call of a block, from forward to backward. before: the call before it in the same pass."""
 
-    def __init__(self, run: _Run, before: _Call | None) -> None:
+    def __init__(self, run: _OffloadedPass, before: _OffloadedCall | None) -> None:
         self.run, self.before = run, before
-        self.memories: dict[_Memory, None] = {}
-        self._out: list[_Memory] = []
+        self.memories: dict[_SavedMemory, None] = {}
+        self._out: list[_SavedMemory] = []
         self._down: HostCopy | None = None
         self._up: HostCopy | None = None
         self._is_fetched = self._is_reached = False
 
-    def add(self, memory: _Memory) -> None:
+    def add(self, memory: _SavedMemory) -> None:
         """It is this call's to bring back, whoever copied it out."""
         if memory.call is not self and memory.call is not None:
             memory.call.memories.pop(memory)
@@ -142,7 +142,7 @@ class _Call:
             memory.host = None
         self.memories = {}
 
-    def _next(self) -> _Call | None:
+    def _next(self) -> _OffloadedCall | None:
         """The call before it that has something to bring back."""
         before = self.before
         while before is not None and not before.memories:
@@ -150,20 +150,20 @@ class _Call:
         return before
 
 
-class _Run:
+class _OffloadedPass:
     """One forward pass of a program, with the calls whose memory goes to the host. own: storages of what is stored."""
 
     def __init__(self, link: HostLink, own: Collection[int], inputs: tuple[Any, ...]) -> None:
         self.link, self._own = link, own
         self._inputs = {x.untyped_storage()._cdata for x in inputs if isinstance(x, Tensor)}
-        self._known: dict[int, _Memory] = {}
-        self._last: _Call | None = None  # the latest call
-        self._open: _Call | None = None
+        self._known: dict[int, _SavedMemory] = {}
+        self._last: _OffloadedCall | None = None  # the latest call
+        self._open: _OffloadedCall | None = None
 
     def call(self, block: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         """Calls a block."""
         assert self._open is None, "no call that is copied out is in another"
-        self._open = call = _Call(self, self._last)
+        self._open = call = _OffloadedCall(self, self._last)
         try:
             with saved_tensors_hooks(self._pack, _unpacked):
                 made = block(*inputs)
@@ -189,7 +189,7 @@ class _Run:
         if self._last is not None:
             self._last.arrive()
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Handle:
+    def _pack(self, tensor: Tensor) -> Tensor | _SavedHandle:
         """Of what is saved in a call."""
         assert self._open is not None
         if tensor.layout is not torch.strided:
@@ -200,11 +200,11 @@ class _Run:
         if memory is None:
             if storage.nbytes() < LEAST_COPIED_BYTES or self._stays(address):
                 return tensor
-            memory = self._known[address] = _Memory(storage, self._open)
+            memory = self._known[address] = _SavedMemory(storage, self._open)
         elif memory.call is None:
             return tensor
         self._open.add(memory)
-        return _Handle(tensor, memory)
+        return _SavedHandle(tensor, memory)
 
     def pack_outside(self, tensor: Tensor) -> Tensor:
         """Of what is saved elsewhere: that memory stays."""
@@ -212,12 +212,12 @@ class _Run:
             storage = tensor.untyped_storage()
             memory = self._memory(storage._cdata)
             if memory is None:
-                self._known[storage._cdata] = _Memory(storage, None)
+                self._known[storage._cdata] = _SavedMemory(storage, None)
             elif memory.call is not None:
                 memory.stay(storage)
         return tensor
 
-    def _memory(self, address: int) -> _Memory | None:
+    def _memory(self, address: int) -> _SavedMemory | None:
         """What is known of the memory at an address, if it is still that."""
         memory = self._known.get(address)
         if memory is not None and memory.known.expired():
@@ -247,7 +247,7 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _unpacked(kept: Tensor | _Handle) -> Tensor:
+def _unpacked(kept: Tensor | _SavedHandle) -> Tensor:
     """The tensor that was saved."""
     if isinstance(kept, Tensor):
         return kept
@@ -260,7 +260,7 @@ class _OpenRuns(threading.local):
     """The forward passes that run in a thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.runs: list[_Run] = []
+        self.runs: list[_OffloadedPass] = []
 
 
 _open = _OpenRuns()
@@ -275,7 +275,7 @@ def offloading(forward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return forward(program, *inputs)
         kept = program.__dict__
-        run = _Run(program.mesh.host_link, kept.get(_OWN, ()), inputs)
+        run = _OffloadedPass(program.mesh.host_link, kept.get(_OWN, ()), inputs)
         kept.setdefault(_RUNS, {})[program.microbatch] = run
         _open.runs.append(run)
         try:
@@ -321,6 +321,6 @@ def forget(program: Any, microbatch: int) -> None:
     _ended(program, microbatch)
 
 
-def _ended(program: Any, microbatch: int) -> _Run | None:
-    found: _Run | None = program.__dict__.get(_RUNS, {}).pop(microbatch, None)
+def _ended(program: Any, microbatch: int) -> _OffloadedPass | None:
+    found: _OffloadedPass | None = program.__dict__.get(_RUNS, {}).pop(microbatch, None)
     return found

@@ -119,8 +119,8 @@ class Rank(Kept):
     def _compile(self, compiler: Compile) -> None:
         if any(copying.copies_out(part.program) for part in self._locals):
             raise ProgramError(
-                "expected a program that keeps what it saves on the device to compile, found activations that wait on the "
-                'host; run it as it is, or plan with offload="none"'
+                "expected to compile a program that keeps on the device what it saves, found activations that wait on "
+                'the host; run it as it is, or plan with offload="none"'
             )
         for part in (part for rank in (self, *self._others) for part in rank._locals):
             compile_blocks(part.program, compiler)
