@@ -25,8 +25,8 @@ from autopar.intraop import (
 from autopar.ir.constraint import Constraint, pinned
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.outline import Outline
 from autopar.ir.offload import BOTH, OPTIMIZER
+from autopar.ir.outline import Outline
 from autopar.ir.plan import Plan, SimulatedLink, Stage, Storage
 from autopar.ir.structure import batch_inputs
 from autopar.microbatch import cut_constraints, divided_graph, divisible

@@ -25,8 +25,8 @@ from autopar.errors import PlacementError, PlanError
 from autopar.ir.branches import branch_rule, check_forks, check_inner_conversions, homes, in_order
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import MICROBATCH, LogicalMesh, check_axis_names
-from autopar.ir.packed import check_packing
 from autopar.ir.offload import stored_on_host
+from autopar.ir.packed import check_packing
 from autopar.ir.placement import I, P, Placement, R, format_placement, of_new_value
 from autopar.ir.plan import Plan, Redistribute, Stage, StagePlan, Storage
 from autopar.ir.recompute import (

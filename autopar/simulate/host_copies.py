@@ -9,8 +9,8 @@ collectives wait for it.
 from __future__ import annotations
 
 from autopar.cost.host_memory import HostMemory
-from autopar.errors import ProfileError
 from autopar.cost.profile import Profile
+from autopar.errors import ProfileError
 from autopar.ir.placement import R, S
 from autopar.ir.redistribution import Step
 
@@ -19,7 +19,7 @@ DOWN, UP = "host down", "host up"
 """Streams, and kinds of what is sent on them."""
 
 COPY = Step(AXIS, S(0), R)
-"""From the host to the device; its gradient's goes the other way. As a gather, what it makes is in memory of its own."""
+"""From the host to the device; its gradient's goes the other way. As of a gather, the result has its own memory."""
 
 
 def is_copy(step: Step) -> bool:
