@@ -14,7 +14,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.plan import Plan
 from autopar.program import model_state
 from models import gpt, llama
-from tests.equivalence.offloaded import Trained, train
+from tests.equivalence.offloaded import Trained, accumulate, save_and_load, step_whole, train
 from tests.rank_pool import pool
 
 _SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 48, "num_heads": 4, "seq_len": 24, "vocab_size": 160}
@@ -106,27 +106,6 @@ def test_a_model_whose_state_is_four_times_what_its_ranks_have_is_trained() -> N
     assert found[0].losses == pytest.approx(losses, rel=1e-5)
 
 
-def _sgd_and_accumulated(
-    rank: int, world: int, source: str, state: dict[str, Tensor], batch: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Gradients of two steps together, with one that is held from before, then SGD."""
-    from autopar import runtime as rt
-    from autopar.program import load_source
-
-    built = rt.build(load_source(source).Program)
-    built.init_from(state, broadcast=False)
-    optimizer = torch.optim.SGD(built.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(2):
-        built.train_step(**batch)
-        first = [p.grad.to_local().clone() for p in built.parameters() if p.grad is not None]
-        held = [p.grad for p in built.parameters() if p.grad is not None]
-        built.train_step(**batch)
-        assert all(torch.equal(a.to_local(), 2 * b) for a, b in zip(held, first, strict=True))
-        optimizer.step()
-        optimizer.zero_grad()
-    return built.full_state_dict()
-
-
 @pytest.mark.ranks
 def test_gradients_add_up_over_steps_and_stay_what_they_are() -> None:
     """A gradient that is there is added to, in place; memory of one that somebody holds is not taken for another."""
@@ -136,35 +115,8 @@ def test_gradients_add_up_over_steps_and_stay_what_they_are() -> None:
     for offload in ("none", "optimizer"):
         plan = autopar.template_plan(model, mesh, batch, dp=2, zero=3, offload=offload, check=False)
         source = autopar.parallelize(model, mesh, batch, plan=plan, check=False).source
-        found.append(pool(2).run(_sgd_and_accumulated, source, model_state(model), batch)[0])
+        found.append(pool(2).run(accumulate, source, model_state(model), batch)[0])
     assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
-
-
-def _saved_and_loaded(
-    rank: int, world: int, sources: list[str], state: dict[str, Tensor], batch: dict[str, Tensor], folder: str
-) -> list[float]:
-    """Two steps under the first plan, a checkpoint, two more under the second: losses."""
-    from autopar import runtime as rt
-    from autopar.program import load_source
-
-    losses: list[float] = []
-    for number, source in enumerate(sources):
-        built = rt.build(load_source(source).Program)
-        built.init_from(state, broadcast=False)
-        optimizer = torch.optim.AdamW(built.parameters(), lr=1e-2)
-        start = rt.load_checkpoint(folder, built, optimizer)
-        assert start == (2 if number else 0)
-        for _ in range(2):
-            optimizer.zero_grad()
-            losses.append(built.train_step(**batch).item())
-            optimizer.step()
-        rt.save_checkpoint(folder, built, optimizer, step=start + 2)
-    built.save_safetensors(f"{folder}/files")
-    again = rt.build(load_source(sources[0]).Program)
-    again.load_safetensors(f"{folder}/files")
-    whole, expected = again.full_state_dict(), built.full_state_dict()
-    assert all(torch.equal(weight, whole[name]) for name, weight in expected.items())
-    return losses
 
 
 @pytest.mark.ranks
@@ -178,25 +130,9 @@ def test_checkpoints_and_files_are_the_same_wherever_state_is(tmp_path: Any, ord
         plan = autopar.template_plan(model, mesh, batch, dp=2, zero=3, offload=offload, check=False)
         sources.append(autopar.parallelize(model, mesh, batch, plan=plan, check=False).source)
     state = model_state(model)
-    found = pool(2).run(_saved_and_loaded, sources, state, batch, str(tmp_path / "there"))[0]
-    other = pool(2).run(_saved_and_loaded, [sources[0]] * 2, state, batch, str(tmp_path / "same"))[0]
+    found = pool(2).run(save_and_load, sources, state, batch, str(tmp_path / "there"))[0]
+    other = pool(2).run(save_and_load, [sources[0]] * 2, state, batch, str(tmp_path / "same"))[0]
     assert found == other
-
-
-def _lamb(rank: int, world: int, source: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> str:
-    """What an optimizer that looks at whole parameters says of those on the host."""
-    from autopar import runtime as rt
-    from autopar.program import load_source
-
-    built = rt.build(load_source(source).Program)
-    built.init_from(state, broadcast=False)
-    optimizer = torch.optim.Adafactor(built.parameters(), lr=1e-2)
-    built.train_step(**batch)
-    try:
-        optimizer.step()
-    except rt.ProgramError as error:
-        return str(error)
-    return ""
 
 
 @pytest.mark.ranks
@@ -208,5 +144,5 @@ def test_optimizers_of_whole_parameters_are_refused_with_the_remedy() -> None:
         autopar.template_plan(model, mesh, batch, dp=2, offload="optimizer", optimizer="lamb")
     plan = autopar.template_plan(model, mesh, batch, dp=2, offload="optimizer", check=False)
     source = autopar.parallelize(model, mesh, batch, plan=plan, check=False).source
-    for text in pool(2).run(_lamb, source, model_state(model), batch):
+    for text in pool(2).run(step_whole, source, model_state(model), batch):
         assert "is on the host, found Adafactor" in text and "use AdamW" in text
