@@ -27,6 +27,7 @@ from autopar.microbatch import batch_types, check_plan, divided_graph
 from autopar.odds import with_odds
 from autopar.planning import Place, divided, fit_or_refuse_over
 from autopar.profiler import load_profile, profiles_of
+from autopar.refusal import check_host
 from autopar.request import BUDGETS, Request, memory_limit_of
 from autopar.rewrites import any_way, by_load, by_slices, in_chunks, with_replicas, with_slices
 from autopar.shares import SharedBatch
@@ -65,7 +66,7 @@ def template_of_graph(
     check_slices(experts, dp // ep)
     check_replicas(replicas, ep, exchange, experts)
     check_context(mesh, cp, context)
-    check_offload(offload, mode)
+    check_offload(offload, mode, mesh, optimizer)
     graph, told = for_sequences(graph, ring=context == "ring") if cp > 1 else (graph, ())
     graph, in_parts = in_chunks(graph, exchange_chunks)
     graph, replicated = with_replicas(graph, replicas)
@@ -148,6 +149,7 @@ def _by_load(graph: Graph, plan: Plan, exchanged: bool, sliced: bool) -> tuple[G
 def _checked(plan: Plan, graph: Graph) -> Plan:
     """The plan, verified, with its odds and what `plan.timeline()` calls."""
     check_plan(graph, plan)
+    check_host(plan)
     return with_simulator(with_odds(plan, graph), graph)
 
 

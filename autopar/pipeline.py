@@ -55,6 +55,7 @@ from autopar.planned_part import (
 )
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Ended, Report, reporting_passes
+from autopar.refusal import check_host
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
 from autopar.rewrites import graph_of, under_routing, with_causal_attention
 from autopar.running import checked_runs, running
@@ -165,6 +166,7 @@ def parallelize(
     else:
         graph, plan = _under(routing, plan, graph)
     check_plan(graph, plan)
+    check_host(plan)
     others = under_plan(plan, example_inputs, shapes, partial(_traced_as, given, check))
     filling = checked_filling(pad, graph, model, example_inputs, loss_fn) if pad is not None else {}
     source = emit(graph, plan, others, filling)
@@ -285,7 +287,7 @@ def template_plan(
     template_axes(checked(mesh), dp, tp, pp, hsdp, cp, ep, exchange)  # refused before the model is traced
     check_hsdp(mesh, pp, hsdp, zero)
     check_context(mesh, cp, context)
-    check_offload(offload, mode)
+    check_offload(offload, mode, mesh, optimizer)
     template_ranks(mesh, pp, chunks, schedule)
     if part:
         loss_fn = stand_in_loss(loss_fn, mode, {})

@@ -25,8 +25,8 @@ from autopar.intraop import (
 from autopar.ir.constraint import Constraint, pinned
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.outline import Outline
 from autopar.ir.offload import BOTH, OPTIMIZER
+from autopar.ir.outline import Outline
 from autopar.ir.plan import Plan, SimulatedLink, Stage, Storage
 from autopar.ir.structure import batch_inputs
 from autopar.microbatch import cut_constraints, divided_graph, divisible
@@ -245,7 +245,8 @@ class Place:
         levels = [level for level, count in zip(LEVELS, (mesh.devices_per_node, mesh.nodes), strict=True) if count > 1]
         trains = self.request.optimizer is not None and self.request.mode == "train"
         families = {operator(node.op).work.family for node in graph.nodes} | ({"optimizer"} if trains else set())
-        return self.profile.sources(families, levels)
+        host = self.profile.beside if self.request.may_offload else None
+        return self.profile.sources(families, levels) | ({"host_memory": str(host.provenance)} if host else {})
 
     @property
     def _simulated_link(self) -> SimulatedLink | None:

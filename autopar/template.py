@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, get_args
 
+from autopar.cost.memory import optimizer_of
 from autopar.errors import MeshError, PlanError
 from autopar.expert_parallel import (
     expert_axes,
@@ -19,7 +20,7 @@ from autopar.expert_parallel import (
 from autopar.ir.constraint import Constraint, Context
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
-from autopar.ir.offload import ACTIVATIONS, BOTH, BUILT, NOT_OFFLOADED, OFFLOADS
+from autopar.ir.offload import ACTIVATIONS, BOTH, BUILT, NOT_OFFLOADED, OFFLOADS, OPTIMIZER
 from autopar.ir.placement import S, Type, chunk_length
 from autopar.ir.schedule import PLAIN, SCHEDULES
 from autopar.ir.structure import batch_inputs
@@ -88,12 +89,19 @@ def check_context(mesh: Mesh, cp: int, context: str) -> None:
         raise PlanError(f"expected devices of one kind with cp={cp}, found {mesh}; use cp=1")
 
 
-def check_offload(offload: str, mode: str) -> None:
-    """That it is a word for what is kept on the host, and that this is built. Raises PlanError."""
+def check_offload(offload: str, mode: str, mesh: Mesh, optimizer: str | None) -> None:
+    """That it is a word for what is kept on the host, and goes with the other arguments. Raises PlanError."""
     if offload not in OFFLOADS:
         raise PlanError(f"expected offload as one of {', '.join(OFFLOADS)}, found {offload!r}")
     if offload != NOT_OFFLOADED and mode != "train":
         raise PlanError(f'expected mode="train" with offload={offload!r}, found {mode!r}; use offload="none"')
+    if offload != NOT_OFFLOADED and not mesh.is_homogeneous:
+        raise PlanError(f'expected devices of one kind with offload={offload!r}, found {mesh}; use offload="none"')
+    if offload in (OPTIMIZER, BOTH) and not optimizer_of(optimizer).is_elementwise:
+        raise PlanError(
+            f"expected an optimizer whose update of an element depends on no other with offload={offload!r}, found "
+            f'{optimizer!r}; use adamw or the like, or offload="none"'
+        )
     if offload not in BUILT:
         raise PlanError(
             f"expected offload as one of {', '.join(BUILT)}, found {offload!r}, for which no program is made yet; use "

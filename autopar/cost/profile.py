@@ -468,6 +468,16 @@ def _slowed_runtime(runtime: Runtime, slowdown: float) -> Runtime:
     return replace(runtime, **found)
 
 
+def host_of(profile: Profile) -> HostMemory:
+    """What a device may use of its host. Raises ProfileError where its profile does not say."""
+    if profile.beside is None:
+        raise ProfileError(
+            f"expected host_memory in the profile {profile.name}, which says what the host holds and how fast its link "
+            "is, found none; add it to the profile's file, or keep everything on the device"
+        )
+    return profile.beside
+
+
 def read_profile(path: Path) -> Profile:
     """Reads a profile's JSON file. Raises ProfileError naming the file, and the field where one is wrong."""
     try:

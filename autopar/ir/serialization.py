@@ -94,9 +94,7 @@ def _stage_to_json(stage: Stage) -> dict[str, Any]:
         "axes": [_axis_to_json(axis) for axis in stage.axes],
         "inputs": {name: format_placement(placement) for name, placement in stage.inputs.items()},
         "storage": {
-            name: [
-                format_placement(kept.placement), kept.regather, kept.reduce_each_microbatch, *[True] * kept.on_host
-            ]
+            name: [format_placement(kept.placement), kept.regather, kept.reduce_each_microbatch, *[True] * kept.on_host]
             for name, kept in stage.storage.items()
         },
         "nodes": {

@@ -27,8 +27,8 @@ from autopar.ir.branches import branch_rule, check_forks, check_inner_conversion
 from autopar.ir.copied_out import check_copied_out
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import MICROBATCH, LogicalMesh, check_axis_names
-from autopar.ir.packed import check_packing
 from autopar.ir.offload import stored_on_host
+from autopar.ir.packed import check_packing
 from autopar.ir.placement import I, P, Placement, R, format_placement, of_new_value
 from autopar.ir.plan import Plan, Redistribute, Stage, StagePlan, Storage
 from autopar.ir.recompute import (
@@ -72,12 +72,11 @@ def _verify_stage(graph: Graph, stage: StagePlan, admits: Admits) -> None:
     if crossing := sorted(tensors_again(graph, stage.recompute) & {*graph.received, *graph.sent}):
         raise PlanError(f"expected stages to keep what they send, found {crossing[0]} computed again")
     check_forks(graph, stage)
-    if stage.forks or any(axis.shares for axis in stage.axes):
-        if found := stored_on_host(stage):
-            raise PlanError(
-                f"expected equal ranks that all run the same with parameters on the host, found {found[0]} there, and "
-                "branches or unequal shares of the batch; keep it on the device"
-            )
+    if (stage.forks or any(axis.shares for axis in stage.axes)) and (found := stored_on_host(stage)):
+        raise PlanError(
+            f"expected equal ranks that all run the same with parameters on the host, found {found[0]} there, and "
+            "branches or unequal shares of the batch; keep it on the device"
+        )
     placements, branched = _sources(graph, stage), homes(stage)
     arrived = {(r.tensor, r.target) for r in stage.redistributes}
     if len(arrived) != len(stage.redistributes):

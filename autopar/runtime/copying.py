@@ -1,8 +1,8 @@
 """Activations that wait in the host's memory: what a call's operators save goes there, and comes back in time.
 
-    forward    `copied_out` calls a block. Of what is saved in it, autograd keeps a `_SavedHandle` each. When the call ends,
-               the memory of these goes to the host, beside what runs next; when the next such call ends, it has
-               arrived there, and the device's is given back
+    forward    `copied_out` calls a block. Of what is saved in it, autograd keeps a handle each. When the call ends, the
+               memory of these goes to the host, beside what runs next; when the next such call ends, it has arrived
+               there, and the device's is given back
     backward   the last call's comes back when the pass begins, and each other one when the pass reaches the call after
                it, beside what runs there; whoever needs it first waits
 

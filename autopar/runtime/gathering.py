@@ -348,7 +348,6 @@ def _lane(slot: ParameterUse) -> str:
 
 @torch.no_grad()
 def _start_lane(slots: list[ParameterUse]) -> Callable[[], None]:
-    mesh = slots[0].parameter.mesh
     for slot in slots:
         slot.allocate()
     stored = [slot.parameter.local for slot in slots]

@@ -100,7 +100,7 @@ class HostLink:
 
     def _stream(self, direction: _Direction) -> torch.cuda.Stream:
         if direction.stream is None:
-            direction.stream = torch.cuda.Stream(self.device)
+            direction.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call] # torch's
         return direction.stream
 
     def _start_on_stream(self, pairs: Pairs, is_up: bool, stream: torch.cuda.Stream) -> HostCopy:
@@ -110,7 +110,7 @@ class HostLink:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
                 (target if is_up else source).record_stream(stream)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's
             event.record(stream)
         return HostCopy(is_up, event=event, held=[x for pair in pairs for x in pair])
 

@@ -237,9 +237,15 @@ def make_buckets(slots: Sequence[ParameterUse], unit_of: Callable[[ParameterUse]
 def _way_home(slot: ParameterUse, unit_of: Callable[[ParameterUse], object]) -> Hashable:
     declared = slot.parameter.declared
     steps = tuple((s.step.axis, str(s.step.source), str(s.step.target)) for s in slot.steps)
-    steps += (("host",),) if declared.on_host else ()
     unit = id(unit_of(slot)) if declared.regather else None
-    return steps, slot.dtype, declared.dtype, declared.regather or declared.reduce_each_microbatch, unit
+    return (
+        steps,
+        declared.on_host,
+        slot.dtype,
+        declared.dtype,
+        declared.regather or declared.reduce_each_microbatch,
+        unit,
+    )
 
 
 def is_summed_first(slot: ParameterUse) -> bool:

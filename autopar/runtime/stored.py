@@ -300,7 +300,7 @@ def _on_host(local: Tensor, shape: torch.Size, types: Sequence[AxisType], device
     """A DTensor whose part stays on the host, as FSDP2's CPUOffloadPolicy has it; `from_local` would move it."""
     meta = TensorMeta(shape, _contiguous_stride(shape), local.dtype)
     spec = DTensorSpec(device_mesh, _torch_placements(tuple(types)), tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[abstract] # torch's
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call] # torch's
 
 
 @cache

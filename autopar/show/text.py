@@ -12,6 +12,7 @@ from autopar.ir.exchange_table import ExchangeTable
 from autopar.ir.labels import storage_text
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.naming import printable
+from autopar.ir.offload import stored_on_host
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import COMPILED, Breakdown, Fork, GraphPlan, Plan, Prediction, Stage, Storage, rule_counts
 from autopar.ir.recompute import is_operator_call, modules_again, node_of_call
@@ -52,6 +53,7 @@ def plan_text(plan: Plan) -> str:
         "exchange": exchanges_text(plan),
         "recompute": recompute_text(plan) if plan.recompute else "",
         "copied out": copied_out_text(plan) if plan.copied_out else "",
+        "offload": offload_text(plan),
         "hsdp": hsdp_text(plan),
     }
     lines += [f"  {name.ljust(11)} {text}" for name, text in rows.items() if text]
@@ -197,6 +199,19 @@ def _setting_text(row: Tried) -> str:
     parts += [f"recompute {again}"] if isinstance(again, str) and again != "none" else []
     parts += [f"{again} modules recomputed"] if isinstance(again, int) else []
     return ", ".join(parts)
+
+
+def offload_text(plan: Plan) -> str:
+    """ "21 of 21 stored tensors with gradients and optimizer state, 1.17 MB on each host at most, over a simulated link
+    of 1 GB/s down and 1 GB/s up": what is kept on the host, "" where nothing is."""
+    names = {name for stage in plan.stages for name in stored_on_host(stage)}
+    if not names:
+        return ""
+    size = f", {bytes_text(plan.predicted.host_bytes)} on each host at most" if plan.predicted.host_bytes else ""
+    link = plan.host_link
+    rates = [f"{rate / 1e9:.3g} GB/s" for rate in link[:2]] if link else []
+    over = f", over a simulated link of {rates[0]} down and {rates[1]} up" if rates else ""
+    return f"{len(names)} of {len(plan.parameters)} stored tensors with gradients and optimizer state{size}{over}"
 
 
 def recompute_text(plan: Plan) -> str:
@@ -446,6 +461,8 @@ def diff_text(plan: Plan, other: Plan) -> str:
             lines.append(f"{name}: {getattr(plan, name)} | {getattr(other, name)}")
     if _axes(plan) != _axes(other):
         lines.append(f"axes: {_axes(plan)} | {_axes(other)}")
+    if offload_text(plan) != offload_text(other):
+        lines.append(f"offload: {offload_text(plan) or 'none'} | {offload_text(other) or 'none'}")
     if plan.recompute != other.recompute:
         lines.append(f"recompute: {recompute_text(plan)} | {recompute_text(other)}")
     if plan.copied_out != other.copied_out:

@@ -8,9 +8,6 @@ collectives wait for it.
 
 from __future__ import annotations
 
-from autopar.cost.host_memory import HostMemory
-from autopar.errors import ProfileError
-from autopar.cost.profile import Profile
 from autopar.ir.placement import R, S
 from autopar.ir.redistribution import Step
 
@@ -19,19 +16,9 @@ DOWN, UP = "host down", "host up"
 """Streams, and kinds of what is sent on them."""
 
 COPY = Step(AXIS, S(0), R)
-"""From the host to the device; its gradient's goes the other way. As a gather, what it makes is in memory of its own."""
+"""From the host to the device; its gradient's goes the other way. As of a gather, the result has its own memory."""
 
 
 def is_copy(step: Step) -> bool:
     """Whether a step is between a device and its host."""
     return step.axis == AXIS
-
-
-def host_of(profile: Profile) -> HostMemory:
-    """What a device may use of its host. Raises ProfileError where its profile does not say."""
-    if profile.beside is None:
-        raise ProfileError(
-            f"expected host_memory in the profile {profile.name}, which says what the host holds and how fast its link "
-            "is, found none; add it to the profile's file, or keep everything on the device"
-        )
-    return profile.beside

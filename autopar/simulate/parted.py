@@ -530,7 +530,7 @@ class _PartedPass:
             if names:
                 self.held.update([name for place, name in names if place in left.held])
             self.whole[number] = left.whole
-            self.journeys = tuple([one._replace(end_ns=begin + one.end_ns) for one in left.journeys])
+            self.journeys = tuple([one.moved(begin) for one in left.journeys])
             self._note(number, player, left, begin)
             if gradients or left.gradients:
                 gradients = _gradients_before(gradients, player, left, begin)
@@ -574,10 +574,13 @@ class _PartedPass:
 
     def _under_way(self, begin: int) -> tuple[Travelling, ...]:
         last = self.last - begin
-        return tuple([
-            one._replace(end_ns=one.end_ns - begin) if one.end_ns - begin > last else one._replace(end_ns=last, kind="")
-            for one in self.journeys
-        ])  # fmt: skip
+        found = []
+        for one in (one.moved(-begin) for one in self.journeys):
+            cut = None if one.cut_ns is None else max(last, one.cut_ns)
+            found.append(
+                one._replace(cut_ns=cut) if one.end_ns > last else one._replace(end_ns=last, kind="", cut_ns=cut)
+            )
+        return tuple(found)
 
     def _others(self, player: PartPlayer, begin: int) -> tuple[int, ...]:
         """By share that the part completes, when the last gradient of other parts was there."""

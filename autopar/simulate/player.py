@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.cost.compute import copy_time_ns
+from autopar.cost.profile import host_of
 from autopar.ir.schedule import BACKWARD_INPUT, FORWARD
 from autopar.runtime.packing import BUCKET_SIZES, MAX_IN_FLIGHT, BucketSizes
 from autopar.simulate.copies import CopiedCall
@@ -42,7 +43,7 @@ from autopar.simulate.engine import (
     Sent,
     Task,
 )
-from autopar.simulate.host_copies import DOWN, UP, host_of
+from autopar.simulate.host_copies import DOWN, UP
 from autopar.simulate.orders import BackwardStep, Changes, Direction, Lifetimes, Orders
 from autopar.simulate.program import Bucket, Item, LocalProgram, Slot, Transmission
 from autopar.simulate.sharing import Share
@@ -171,6 +172,7 @@ class Travelling(NamedTuple):
     whole_bytes: int
     has_buffer: bool
     is_downward: bool = False  # to the host, which no other bucket waits for
+    cut_ns: int | None = None  # of those that are cut on their way to the host, when they are, if not given back yet
 
     @property
     def freed_bytes(self) -> int:
@@ -179,7 +181,21 @@ class Travelling(NamedTuple):
 
     def after(self, ns: int) -> Travelling:
         """The same, so much later."""
-        return self._replace(end_ns=max(0, self.end_ns - ns), kind="gradient")
+        cut = None if self.cut_ns is None else max(0, self.cut_ns - ns)
+        return self._replace(end_ns=max(0, self.end_ns - ns), kind="gradient", cut_ns=cut)
+
+    def moved(self, ns: int) -> Travelling:
+        """The same, where times count from so much earlier."""
+        return self._replace(end_ns=self.end_ns + ns, cut_ns=None if self.cut_ns is None else self.cut_ns + ns)
+
+
+class Journey(NamedTuple):
+    """A bucket's gradients on their way, with the task that brings them home, and the one after which those that go on
+    to the host are cut, −1 for none."""
+
+    task: int
+    one: Travelling
+    cut: int
 
 
 class Standing(NamedTuple):
@@ -380,7 +396,7 @@ class Player:
         self._live, self._pinned = set[int](), set[int]()
         self._arriving: dict[int, list[tuple[int, int]]] = defaultdict(list)  # unit or `first_read` -> (task, bytes)
         self._held, self._whole, self._buffered = set[str](), set[int](), set[int]()
-        self._travelling: list[tuple[int, Travelling]] = []
+        self._travelling: list[Journey] = []
         self._transient: set[int] = set()  # slots whose gradient is added to what is at home
         self._undone = {
             unit: sum(len(bucket.slots) for bucket in buckets) for unit, buckets in self.orders.gathers.items()
@@ -756,28 +772,33 @@ class Player:
         if self.overlap.sums is not Sums.BUFFERED:
             self._go_on(slots[0].shrinks)
         after = [*after, *(task for slot in slots for task in self._gradients.pop(slot.value, ()))]
-        last = max(after)
+        last, cut = max(after), -1
         if share.transmissions:
             name = f"{BEGUN}:{share.way}" if share.comes else slots[0].tensor  # `Renames` knows who began it
-            _, last = self._transmit(f"gradient of {name}", "gradient", share.transmissions, after)
+            first, last = self._transmit(f"gradient of {name}", "gradient", share.transmissions, after)
             self._home.append(last)
+            cut = first if len(share.transmissions) == 2 and slots[0].storage.on_host and not share.has_buffer else -1
         if self.overlap.sums is Sums.BUFFERED:
             self._whole.difference_update(share.slots)
             self._buffered.discard(index)
         elif slots[0].shrinks:
-            self._begin_journey(index, last)
+            self._begin_journey(index, last, cut)
 
     def _go_on(self, shrinks: bool) -> None:
         """Before another bucket is sent: journeys of several steps end, and the oldest if many are left."""
-        for journey in [j for j in self._travelling if j[1].has_buffer and not j[1].is_downward]:
-            self._end_travelling(journey)
+        for journey in [*self._travelling]:
+            if journey.one.has_buffer and not journey.one.is_downward:
+                self._end_travelling(journey)
+            elif journey.cut >= 0:
+                self._cut_travelling(journey)
         while shrinks and len(self._travelling) >= MAX_IN_FLIGHT:
             self._end_travelling(self._travelling[0])
 
-    def _begin_journey(self, index: int, task: int) -> None:
+    def _begin_journey(self, index: int, task: int, cut: int) -> None:
         """Whole gradients stay until the runtime waits for their journey's end; shards arrive in memory of their own.
 
-        What is summed in a buffer is cut afterwards.
+        What is summed in a buffer is cut afterwards. cut: the task after which only shards are on their way, where they
+        go on to the host.
         """
         share, engine = self.shares[index], self.engine
         copied, whole = share.scatter_bytes, share.whole_bytes
@@ -797,13 +818,22 @@ class Player:
         if not share.has_buffer:
             engine.allocate(engine.last, new, "gradients", Moment.SEND)
             engine.allocate(engine.last, added, UNDER_WAY, Moment.SEND)
-        self._travelling.append((task, Travelling(0, "", copied, added, new, whole, share.has_buffer, is_downward)))
+        one = Travelling(0, "", copied, added, new, whole, share.has_buffer, is_downward)
+        self._travelling.append(Journey(task, one, cut))
         self._whole.difference_update(share.slots)
         self._buffered.discard(index)
 
-    def _end_travelling(self, journey: tuple[int, Travelling]) -> None:
+    def _cut_travelling(self, journey: Journey) -> None:
+        """Compute waits until gradients are cut that go on to the host; the whole ones are given back."""
+        self._awaited.append(journey.cut)
+        one, end = journey.one, self.engine.tasks[self.engine.later(journey.cut, self.engine.last)][3]
+        self.engine.allocations += _ending(one._replace(added_bytes=0, new_bytes=0), end, Moment.ARRIVE, Moment.ARRIVED)
+        left = one._replace(copied_bytes=0, whole_bytes=0, cut_ns=None)
+        self._travelling[self._travelling.index(journey)] = Journey(journey.task, left, -1)
+
+    def _end_travelling(self, journey: Journey) -> None:
         """Compute waits for a journey; its whole gradients are given back."""
-        task, one = journey
+        task, one, _ = journey
         self._travelling.remove(journey)
         self._awaited.append(task)
         end = self.engine.tasks[self.engine.later(task, self.engine.last)][3]
@@ -812,7 +842,10 @@ class Player:
     def _still_travelling(self) -> tuple[Travelling, ...]:
         """What is on its way when the pass ends, and when it is there."""
         tasks = self.engine.tasks
-        return tuple([one._replace(end_ns=tasks[task][3], kind=tasks[task][4]) for task, one in self._travelling])
+        return tuple([
+            one._replace(end_ns=tasks[task][3], kind=tasks[task][4], cut_ns=tasks[cut][3] if cut >= 0 else None)
+            for task, one, cut in self._travelling
+        ])  # fmt: skip
 
 
 def _ending(one: Travelling, end_ns: int, arrive: int, arrived: int) -> list[Change]:

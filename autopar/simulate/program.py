@@ -32,7 +32,7 @@ from autopar.cost.memory import (
     optimizer_workspace_bytes,
     workspace_bytes,
 )
-from autopar.cost.profile import ACROSS, INSIDE, Waits
+from autopar.cost.profile import ACROSS, INSIDE, Waits, host_of
 from autopar.cost.updates import update_bytes
 from autopar.errors import PlanError
 from autopar.ir.branches import (
@@ -67,7 +67,7 @@ from autopar.simulate.facts import (
     number_calls,
     tensors_on_the_way,
 )
-from autopar.simulate.host_copies import AXIS, COPY, DOWN, UP, host_of, is_copy
+from autopar.simulate.host_copies import AXIS, COPY, DOWN, UP, is_copy
 from autopar.simulate.traffic import inner_collectives
 
 OPTIMIZER_KERNELS = {

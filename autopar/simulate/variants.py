@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.cost.memory import most_workspace, optimizer_of
+from autopar.cost.profile import host_of
 from autopar.ir.branches import Coordinates
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Placement
@@ -18,7 +19,6 @@ from autopar.ir.structure import batch_inputs
 from autopar.runtime.packing import BUCKET_SIZES, BucketSizes
 from autopar.simulate.engine import LAST, Carried, Engine, Moment
 from autopar.simulate.facts import graph_facts
-from autopar.simulate.host_copies import host_of
 from autopar.simulate.orders import Orders, Unsupported
 from autopar.simulate.part_player import (
     PRECEDING,

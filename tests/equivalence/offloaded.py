@@ -93,3 +93,64 @@ def _nbytes(x: Tensor | None) -> int:
 def _local(x: Tensor) -> Tensor:
     found: Tensor = x.to_local() if hasattr(x, "to_local") else x  # type: ignore[operator] # DTensor's
     return found
+
+
+def accumulate(
+    rank: int, world: int, source: str, state: dict[str, Tensor], batch: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Gradients of two steps together, with one that is held from before, then SGD."""
+    from autopar import runtime as rt
+
+    built = rt.build(load_source(source).Program)
+    built.init_from(state, broadcast=False)
+    optimizer = torch.optim.SGD(built.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        built.train_step(**batch)
+        first = [p.grad.to_local().clone() for p in built.parameters() if p.grad is not None]
+        held = [p.grad for p in built.parameters() if p.grad is not None]
+        built.train_step(**batch)
+        assert all(torch.equal(a.to_local(), 2 * b) for a, b in zip(held, first, strict=True))
+        optimizer.step()
+        optimizer.zero_grad()
+    return built.full_state_dict()
+
+
+def save_and_load(
+    rank: int, world: int, sources: list[str], state: dict[str, Tensor], batch: dict[str, Tensor], folder: str
+) -> list[float]:
+    """Two steps under the first plan, a checkpoint, two more under the second: losses."""
+    from autopar import runtime as rt
+
+    losses: list[float] = []
+    for number, source in enumerate(sources):
+        built = rt.build(load_source(source).Program)
+        built.init_from(state, broadcast=False)
+        optimizer = torch.optim.AdamW(built.parameters(), lr=1e-2)
+        start = rt.load_checkpoint(folder, built, optimizer)
+        assert start == (2 if number else 0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            losses.append(built.train_step(**batch).item())
+            optimizer.step()
+        rt.save_checkpoint(folder, built, optimizer, step=start + 2)
+    built.save_safetensors(f"{folder}/files")
+    again = rt.build(load_source(sources[0]).Program)
+    again.load_safetensors(f"{folder}/files")
+    whole, expected = again.full_state_dict(), built.full_state_dict()
+    assert all(torch.equal(weight, whole[name]) for name, weight in expected.items())
+    return losses
+
+
+def step_whole(rank: int, world: int, source: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> str:
+    """What an optimizer that looks at whole parameters says of those on the host."""
+    from autopar import runtime as rt
+
+    built = rt.build(load_source(source).Program)
+    built.init_from(state, broadcast=False)
+    optimizer = torch.optim.Adafactor(built.parameters(), lr=1e-2)
+    built.train_step(**batch)
+    try:
+        optimizer.step()
+    except rt.ProgramError as error:
+        return str(error)
+    return ""

@@ -53,8 +53,8 @@ def searched(mesh: autopar.Mesh, limit: int | None, *allow: str, stages: int = 1
     rules = (autopar.Constraint(stages=stages),)
     with mock.patch.object(pipeline, "trace", lambda *_, **__: graph()):
         return autopar.parallelize(
-            model(), mesh, gpt.example_inputs(CONFIG), memory_limit=limit, constraints=rules, search=BUDGET, allow=allow,
-            check=False,
+            model(), mesh, gpt.example_inputs(CONFIG), memory_limit=limit, constraints=rules, search=BUDGET,
+            allow=allow, check=False,
         ).plan  # fmt: skip
 
 
