@@ -1,6 +1,6 @@
 """Activations that wait on the host, on two gloo ranks of one thread each: predicted beside measured steps and peaks.
 
-    python -m benchmarks.offload.activations [--cases gpt/dp …] [--rounds 5] [--steps 2] [--page FILE]
+    python -m benchmarks.offload.activations [--cases gpt-small/dp …] [--links 1e9 …] [--rounds 5] [--steps 2] [--page FILE]
 
 Each case is a model and a template of `benchmarks.accuracy.pairs`, planned with and without `offload="activations"`,
 under links of several rates, which the profile states and the runtime delays copies to. A round times some steps of
@@ -199,11 +199,12 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--links", nargs="+", type=float, default=LINKS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--page", type=Path)
     options = parser.parse_args()
-    programs = [Program(case, link) for case in options.cases for link in (None, *LINKS)]
+    programs = [Program(case, link) for case in options.cases for link in (None, *options.links)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         told = {program: write(program, folder) for program in programs}
