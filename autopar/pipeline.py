@@ -36,6 +36,7 @@ from autopar.padding import checked_filling
 from autopar.passes.balance import balance
 from autopar.passes.branch import branch
 from autopar.passes.contexts import contexts
+from autopar.passes.copy_out import copy_out
 from autopar.passes.exchange import adapt, exchange, experts, replicate
 from autopar.passes.fit import fit
 from autopar.passes.keep import keep
@@ -56,13 +57,14 @@ from autopar.planned_part import (
 )
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Ended, Report, reporting_passes
+from autopar.refusal import check_host
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
 from autopar.rewrites import graph_of, under_routing, with_causal_attention
 from autopar.running import checked_runs, running
 from autopar.shapes import under_plan
 from autopar.simulate import Timeline, predict
 from autopar.step import met, simulated_again, simulated_step, with_simulator
-from autopar.template import check_context, check_hsdp, longest_sequence, template_axes, template_ranks
+from autopar.template import check_context, check_hsdp, check_offload, longest_sequence, template_axes, template_ranks
 from autopar.trace import held_against_eager, trace, with_loss
 from autopar.tunables import LONG_SEQUENCE
 
@@ -84,6 +86,7 @@ PASSES = (
     adapt,  # the best plan → its tokens sent as the load of the moment asks for, where loads differ         TUTEL
     branch,  # the best plan → operators side by side, where they are faster
     refine,  # the best plan → what MCMC finds around it                                                    FlexFlow
+    copy_out,  # where that is allowed, places and the best plan → blocks whose activations wait on the host    ZeRO-R
 )
 """What finds plans: each takes the front and what was asked, and yields candidates (`autopar.driver`)."""
 
@@ -104,6 +107,7 @@ def parallelize(
     precision: str | None = None,
     memory_limit: int | None = None,
     constraints: Sequence[Constraint] = (),
+    allow: Sequence[str] = (),
     routing: Routing | None = None,
     plan: Plan | None = None,
     search: str | SearchBudget = "default",
@@ -117,27 +121,28 @@ def parallelize(
 ) -> PlannedProgram:
     """Turns a single-device model into the fastest sharded program for a mesh that the search finds.
 
-    example_inputs: one global batch (real or meta tensors). memory_limit: bytes a device. routing: how tokens choose
-    experts, balanced where it is not said; time is then a mean, with its 99th percentile beside it, and memory that of
-    the 99th percentile. plan: a saved plan, used after validation instead of a search; its mode is taken too, and its
-    routing, unless another is given, under which it is predicted anew. check: whether the traced graph is run beside
-    the model where it has real weights, once for each graph of a model; the plan says what came of it, and a difference
-    is a TraceError. shapes: further shapes of inputs that the program runs under the same placements, such as a short
-    last batch and bucketed lengths: each as example_inputs, with tuples of lengths for tensors; what it leaves out is
-    as there. One that the plan does not hold for is a PlanError. pad: by input, the value of rows that count for
-    nothing, such as {"labels": -100}: batches of fewer rows are filled up with such; a PlanError where that changes the
-    loss or a gradient. part: the model is a part of one, such as a tower, that a loop of the user's own calls as a
-    module: its forward returns any tensors, and `program.build()` a module whose outputs and inputs have gradients
-    (`runtime.part`). Of one stage, in one microbatch. runs: "eager", "compiled" (train.py calls `rank.compile()`), or
-    "either": the one that is predicted to be faster; a plan that is given says it itself. algorithm:
-    trains copies of the parameters that meet otherwise than by the sum of their gradients, and so not as one device
-    does: "local_sgd(8)", "local_sgd(8, after=100)" or "adasum" (`ir.algorithm`), each with copies=N, by default one a
+    example_inputs: one global batch (real or meta tensors). memory_limit: bytes a device. allow: options that are taken
+    by name only: "offload" lets a plan keep on the host what a device does not hold, by its price. routing: how tokens
+    choose experts, balanced where it is not said; time is then a mean, with its 99th percentile beside it, and memory
+    that of the 99th percentile. plan: a saved plan, used after validation instead of a search; its mode is taken too,
+    and its routing, unless another is given, under which it is predicted anew. check: whether the traced graph is run
+    beside the model where it has real weights, once for each graph of a model; the plan says what came of it, and a
+    difference is a TraceError. shapes: further shapes of inputs that the program runs under the same placements, such
+    as a short last batch and bucketed lengths: each as example_inputs, with tuples of lengths for tensors; what it
+    leaves out is as there. One that the plan does not hold for is a PlanError. pad: by input, the value of rows that
+    count for nothing, such as {"labels": -100}: batches of fewer rows are filled up with such; a PlanError where that
+    changes the loss or a gradient. part: the model is a part of one, such as a tower, that a loop of the user's own
+    calls as a module: its forward returns any tensors, and `program.build()` a module whose outputs and inputs have
+    gradients (`runtime.part`). Of one stage, in one microbatch. runs: "eager", "compiled" (train.py calls
+    `rank.compile()`), or "either": the one that is predicted to be faster; a plan that is given says it itself.
+    algorithm: trains copies of the parameters that meet otherwise than by the sum of their gradients, and so not as one
+    device does: "local_sgd(8)", "local_sgd(8, after=100)" or "adasum" (`ir.algorithm`), each with copies=N, by default one a
     node, or one a device of one node. A copy is planned for its devices and its part of the batch. Ctrl-C ends a search
     with the best plan so far. Raises AutoparError subclasses; InfeasibleError when nothing fits.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, constraints=constraints,
-        progress=progress, routing=routing, **({} if plan is None else {"plan": plan}),
+        progress=progress, allow=allow, routing=routing, **({} if plan is None else {"plan": plan}),
     )  # fmt: skip
     mesh, ended = checked(mesh), reporting_passes(progress)
     memory_limit_of(memory_limit)  # refused before the model is traced
@@ -160,20 +165,21 @@ def parallelize(
     if plan is None:
         require_matches(constraints, graph)
         limit, budget = memory_limit_of(memory_limit), budget_of(search)
-        request = Request(mesh, mode, optimizer, limit, tuple(constraints), budget, precision)
+        request = Request(mesh, mode, optimizer, limit, tuple(constraints), budget, precision, allow=tuple(allow))
         with interrupts_caught():
             graph, steps = under_routing(graph, routing, optimizer)
             if wanted is None:
                 graph, plan = planned_jointly(graph, request, progress, ended)
             else:
                 graph, plan = planned_in_copies(graph, request, parse_algorithm(wanted, COPIES), num_copies, progress)
-        plan = replace(plan, routing=routing, substitutions=(*steps, *plan.substitutions))
+        plan = replace(plan, allow=request.allow, routing=routing, substitutions=(*steps, *plan.substitutions))
         plan = running(plan, graph, runs, limit)
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     else:
         graph, plan = _under(routing, plan, graph)
     check_plan(graph, plan)
+    check_host(plan)
     others = under_plan(plan, example_inputs, shapes, partial(_traced_as, given, check))
     filling = checked_filling(pad, graph, model, example_inputs, loss_fn) if pad is not None else {}
     source = emit(graph, plan, others, filling)
@@ -256,8 +262,8 @@ def template_plan(
     model: nn.Module, mesh: Mesh, example_inputs: Any, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
     schedule: str = "1f1b", chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False,
     zero: int = 0, hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat",
-    exchange_chunks: int = 1, experts: str = "whole", replicas: int = 0, recompute: str = "none", split: str = "equal",
-    algorithm: str | None = None, loss_fn: Callable[..., Any] | None = None, mode: str = "train",
+    exchange_chunks: int = 1, experts: str = "whole", replicas: int = 0, recompute: str = "none", offload: str = "none",
+    split: str = "equal", algorithm: str | None = None, loss_fn: Callable[..., Any] | None = None, mode: str = "train",
     optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
     routing: Routing | None = None, check: bool = True, part: bool = False,
 ) -> Plan:  # fmt: skip
@@ -296,9 +302,12 @@ def template_plan(
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
     modules around each block's attention operator alone; "selective" for operators that are cheap for the memory that
-    this frees, such as norms and activations. algorithm: how the copies of dp (with hsdp, of
-    its groups) meet, where that is not by the sum of their gradients: "local_sgd(8)", "local_sgd(8, after=100)" or
-    "adasum" (`ir.algorithm`). routing, check, part: as in `parallelize`.
+    this frees, such as norms and activations.
+    offload: what is kept on the host: "none", "optimizer" (what is stored of parameters, their gradients and optimizer
+    state, which is updated there), "activations" (what autograd saves in each repeated block, brought back for its
+    backward pass) or "both". algorithm: how the copies of dp (with hsdp, of its groups) meet, where that is not by the
+    sum of their gradients: "local_sgd(8)", "local_sgd(8, after=100)" or "adasum" (`ir.algorithm`). routing, check,
+    part: as in `parallelize`.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, dp=dp, tp=tp, pp=pp, zero=zero,
@@ -307,6 +316,7 @@ def template_plan(
     template_axes(checked(mesh), dp, tp, pp, hsdp, cp, ep, exchange)  # refused before the model is traced
     check_hsdp(mesh, pp, hsdp, zero)
     check_context(mesh, cp, context)
+    check_offload(offload, mode, mesh, optimizer)
     template_ranks(mesh, pp, chunks, schedule)
     meets = None if algorithm is None else parse_algorithm(algorithm, "dp")
     if meets is not None:
@@ -324,8 +334,8 @@ def template_plan(
         graph, mesh, dp=dp, tp=tp, pp=pp,
         microbatches=microbatches, schedule=schedule, chunks=chunks, layers=layers, sequence_parallel=sequence_parallel,
         zero=zero, hsdp=hsdp, cp=cp, context=context, ep=ep, exchange=exchange, exchange_chunks=exchange_chunks,
-        experts=experts, replicas=replicas, recompute=recompute, split=split, mode=mode, optimizer=optimizer,
-        precision=precision, memory_limit=memory_limit,
+        experts=experts, replicas=replicas, recompute=recompute, offload=offload, split=split, mode=mode,
+        optimizer=optimizer, precision=precision, memory_limit=memory_limit,
     )  # fmt: skip
     if meets is not None:
         plan = under_algorithm(graph, plan, meets)

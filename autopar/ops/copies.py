@@ -13,6 +13,7 @@ from dataclasses import replace
 from autopar.errors import PlanError
 from autopar.ir.algorithm import ADASUM, Algorithm
 from autopar.ir.graph import Graph, Node
+from autopar.ir.offload import stored_on_host
 from autopar.ir.placement import I, P, R
 from autopar.ir.plan import Plan, Redistribute, Stage
 from autopar.ir.redistribution import Step
@@ -56,6 +57,9 @@ def check_copies(graph: Graph, plan: Plan) -> None:
             f"expected parameters of one stage each with {algorithm}, found {graph.stored_by_tensor[name].name} in "
             "several; use one stage, or untie it"
         )
+    if any(map(stored_on_host, plan.stages)):
+        raise PlanError(f'expected copies of the parameters on devices with {algorithm}, found some on the host; leave '
+                        'out offload="optimizer", or the algorithm')  # fmt: skip
     for index, stage in enumerate(plan.stages):
         _check_stage(stage_graph(graph, plan, index), stage, algorithm)
 

@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.errors import WorldError
+from autopar.runtime.host_link import HostLink
 
 #: seconds that a collective waits for a rank before it gives up, where the program makes the groups itself
 TIMEOUT_S = 300.0
@@ -76,6 +77,12 @@ class RankMesh:
     shares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     joint: Mapping[Names, Axis] = field(default_factory=dict)
     apart: str = ""
+    link: HostLink | None = None
+
+    @cached_property
+    def host_link(self) -> HostLink:
+        """Between the device and its host; all meshes of a rank share one where the program says its rates."""
+        return self.link or HostLink(self.device)
 
     @cached_property
     def batch_axes(self) -> tuple[Axis, ...]:

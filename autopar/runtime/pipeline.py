@@ -16,6 +16,7 @@ from autopar.runtime.arrivals import FORWARD, Turn
 from autopar.runtime.copies import apart_of
 from autopar.runtime.declare import Pipeline, Program
 from autopar.runtime.errors import ProgramError
+from autopar.runtime.host_link import HostLink
 from autopar.runtime.inputs import check_unread, join_outputs, split_named
 from autopar.runtime.local import Local
 from autopar.runtime.mesh import Axis, RankMesh, make_submeshes, own_group, world_of
@@ -140,9 +141,9 @@ class PipelineRank(Rank):
 def _meshes(pipeline: type[Pipeline], device: torch.device, timeout_s: float) -> list[RankMesh | None]:
     ranks = [range(stage.FIRST_RANK, stage.FIRST_RANK + num_ranks(stage)) for stage in pipeline.STAGES]
     submeshes = [(own, stage.AXES, stage.JOINED) for own, stage in zip(ranks, pipeline.STAGES, strict=True)]
-    found = make_submeshes(submeshes, device, timeout_s)
+    link, found = HostLink(device, pipeline.HOST_LINK), make_submeshes(submeshes, device, timeout_s)
     return [
-        None if mesh is None else replace(mesh, apart=apart_of(stage))
+        mesh and replace(mesh, link=link, apart=apart_of(stage))
         for mesh, stage in zip(found, pipeline.STAGES, strict=True)
     ]
 

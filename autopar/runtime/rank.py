@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.runtime import agreement, outside, randomness, state
+from autopar.runtime import agreement, copying, outside, randomness, state
 from autopar.runtime.batches import Batches
 from autopar.runtime.compiling import Compile, checked_options, compile_blocks, taken_wrapper, watch_for_wrapper
 from autopar.runtime.constants import forget_constants
@@ -129,6 +129,11 @@ class Rank(Kept):
         self._compile(lambda function: torch.compile(function, *args, **options))
 
     def _compile(self, compiler: Compile) -> None:
+        if any(copying.copies_out(part.program) for part in self._locals):
+            raise ProgramError(
+                "expected to compile a program that keeps on the device what it saves, found activations that wait on "
+                'the host; run it as it is, or plan with offload="none"'
+            )
         for part in (part for rank in (self, *self._others) for part in rank._locals):
             compile_blocks(part.program, compiler)
 

@@ -106,10 +106,10 @@ class Incremental:
         """In parts, if it can be cut."""
         sent = sent_values(self.graph, plan, index)
         graph = self._stage_graph(plan, index, sent)
-        if self._in_parts:
+        if self._in_parts and not plan.copied_out:  # what is copied out in one part comes back in another
             with suppress(Unsupported):
                 return self._parted(plan, index, graph, profile, True, sent)
-            self.num_whole += 1
+        self.num_whole += self._in_parts and not plan.copied_out
         return self._parted(plan, index, graph, profile, False, sent)
 
     def _parted(
@@ -131,7 +131,7 @@ class Incremental:
         part, per_node, is_stage = plan.parts[index], devices_per_node(plan, index), len(plan.stages) > 1
         may_split = is_split or (self._may_split and is_stage)
         prices = part.axes, part.blocks, part.optimizer, per_node, profile
-        alike = prices, part.microbatches, part.recompute, part.mode, is_stage, may_split, plan.runs
+        alike = prices, part.microbatches, part.recompute, part.copied_out, part.mode, is_stage, may_split, plan.runs
         key = id(graph), is_cut, is_split, in_one, alike
         found = self._variants.get(key)
         if found is None or found.is_full:

@@ -119,6 +119,7 @@ def test_a_checkpoint_takes_the_mean_of_copies_and_of_what_their_optimizers_keep
     [
         ({"dp": 2, "zero": 1}, "stored whole"),
         ({"tp": 2}, "at least 2 copies"),
+        ({"dp": 2, "offload": "optimizer"}, "on the host"),
         ({"dp": 2, "mode": "inference"}, "trains"),
     ],
 )

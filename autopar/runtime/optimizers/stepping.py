@@ -65,6 +65,7 @@ def _call(optimizer: Optimizer, method: Callable[..., Any], args: Any, kwargs: A
             f"{type(optimizer).__name__}: ranks would share the work on whole parameters, of which they have copies "
             "of their own under local_sgd; declare it (rt.declare_optimizer), or leave the algorithm out"
         )
+    _check_on_host(optimizer, programs[0], kind)
     given = _given(optimizer, programs[0], kind)
     args, kwargs = _with_closure(given, args, kwargs)
     _stepping.append(optimizer)
@@ -73,6 +74,17 @@ def _call(optimizer: Optimizer, method: Callable[..., Any], args: Any, kwargs: A
             return method(*args, **kwargs)
     finally:
         _stepping.remove(optimizer)
+
+
+def _check_on_host(optimizer: Optimizer, state: ProgramState, kind: str) -> None:
+    """Raises ProgramError where whole tensors would stand in on the device for parameters that are on the host."""
+    on_host = next((name for name, stored in state.parameters.items() if stored.is_on_host), None)
+    if on_host is not None and kind != "shards":
+        raise ProgramError(
+            f"expected an optimizer that computes each element by itself, since {on_host} is on the host, found "
+            f"{type(optimizer).__name__}, which is given whole tensors; use AdamW or the like, tell "
+            'rt.declare_optimizer(…, looks_at="elements") where that is so, or plan without offload'
+        )
 
 
 def _given(optimizer: Optimizer, state: ProgramState, kind: str) -> Session | Shards:
