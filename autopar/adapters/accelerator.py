@@ -73,7 +73,7 @@ class PlannedAccelerator(Accelerator):
         if self.planned is not None:
             names = {id(parameter): name for name, parameter in self.planned.named_parameters()}
             check_loss(loss, names, self.planned.rank.num_stages)
-        super().backward(loss, **kwargs)  # type: ignore[no-untyped-call] # accelerate's
+        super().backward(loss, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clips by the norm over all ranks, which is the single process's. Raises ProgramError for some parameters."""
