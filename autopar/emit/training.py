@@ -222,13 +222,14 @@ def main(options: argparse.Namespace) -> None:
     held_out = text_batches(options.eval_text, tokenizer, None) if options.eval_text else None
     data = rank.batches(loader, epochs=None)
     is_first = rank.number == 0
-    if rate != options.lr and is_first:
-        print(f"{{suggested}}{{warm_up_advice(options, suggested.factor)}}", flush=True)
     started = initialise(rank, options.weights)
     extra = {{"schedule": schedule, "data": data}}
     start = rt.load_checkpoint(options.checkpoints, rank, optimizer, extra=extra)
     if start:
         started = f"goes on after step {{start - 1}}, from {{rt.last_checkpoint(options.checkpoints)}}"
+        started += ", at its learning rate" if options.base_batch else ""
+    elif rate != options.lr and is_first:
+        print(f"{{suggested}}{{warm_up_advice(options, suggested.factor)}}", flush=True)
     if started and is_first:
         print(started, flush=True)
     if start >= options.steps and is_first:
