@@ -14,6 +14,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from autopar.adapters.own_loss import check_loss
 from autopar.adapters.planned import PlannedModel
 from autopar.runtime import ProgramError
 
@@ -66,6 +67,13 @@ class PlannedAccelerator(Accelerator):
             f"expected the planned model, found {type(model).__name__}, which would be wrapped in "
             "DistributedDataParallel; autopar's Trainer trains the model that it was given, and no other"
         )
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As in Accelerate. Raises ProgramError for a loss that would give other gradients than in one process."""
+        if self.planned is not None:
+            names = {id(parameter): name for name, parameter in self.planned.named_parameters()}
+            check_loss(loss, names, self.planned.rank.num_stages)
+        super().backward(loss, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clips by the norm over all ranks, which is the single process's. Raises ProgramError for some parameters."""

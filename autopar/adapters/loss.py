@@ -57,6 +57,11 @@ def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad.add_(gradient)
 
 
+def is_of_step(node: Any) -> bool:
+    """Whether a function of autograd hands over the gradients of a step."""
+    return isinstance(getattr(node, "held", None), _HeldGradients)
+
+
 class _Loss(torch.autograd.Function):
     """The loss itself. Of the ranks' equal losses, loops make equal gradients: each rank scales its part by its own."""
 

@@ -101,6 +101,13 @@ class LossAlone(dict[str, Tensor]):
             "made of other outputs belongs into the model's forward, as a part of its loss"
         )
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """See `dict.get`; what the model may have returned beside the loss is not known to be missing."""
+        return self[key]
+
+    def __contains__(self, key: object) -> bool:
+        return bool(self[str(key)] is not None)
+
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("__"):
             raise AttributeError(name)

@@ -31,6 +31,7 @@ from autopar.adapters.accelerator import PlannedAccelerator
 from autopar.adapters.building import WantedPlan, built, on_first
 from autopar.adapters.evaluating import evaluation_source
 from autopar.adapters.options import check_arguments, check_trainer
+from autopar.adapters.own_loss import inputs_of_call
 from autopar.adapters.planned import PlannedModel, on_meta, tensors_of
 from autopar.adapters.predicting import Predictor
 from autopar.adapters.rows import in_rows
@@ -120,7 +121,27 @@ class Trainer(transformers.Trainer):
         """What is planned: the model, or that with the loss that Trainer makes of its outputs."""
         if self.label_smoother is None:
             return self._given
+        if self._has_own_loss:
+            raise ProgramError(
+                "expected label_smoothing_factor=0 beside a compute_loss of the script's own, which may smooth or not, "
+                f"found {self.args.label_smoothing_factor}; put the smoothed loss into the model's forward"
+            )
         return SmoothedLoss(self._given, self.label_smoother, self.model_accepts_loss_kwargs)
+
+    @property
+    def _has_own_loss(self) -> bool:
+        """Whether the script computes the loss by a function of its own."""
+        return getattr(self.compute_loss, "__func__", None) is not Trainer.compute_loss
+
+    def _as_called(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """What the model is called with for a batch of the loader."""
+        given = self._given
+        items = self._get_num_items_in_batch([batch], torch.device("cpu"))
+        if self._has_own_loss:
+            given.train()
+            return inputs_of_call(given, lambda model: self.compute_loss(model, dict(batch), num_items_in_batch=items))
+        takes_count = self.model_accepts_loss_kwargs and items is not None
+        return {**batch, "num_items_in_batch": items} if takes_count else batch
 
     def _example(self) -> tuple[dict[str, Any], list[int]]:
         """A batch of full size, as the model is called with it, and how many rows others have."""
@@ -132,10 +153,7 @@ class Trainer(transformers.Trainer):
         found = self._example_inputs if self._example_inputs is not None else first_batch(*loaders[0])
         if found is None:
             raise ProgramError("expected example_inputs=, a batch to plan for, beside a dataset without a length")
-        batch = tensors_of(found)
-        if self.model_accepts_loss_kwargs:
-            items = self._get_num_items_in_batch([batch], torch.device("cpu"))
-            batch |= {} if items is None else {"num_items_in_batch": items}
+        batch = tensors_of(self._as_called(tensors_of(found)))
         rows = [n for loader, size in loaders for n in row_counts(loader, size, self.args.dataloader_drop_last)]
         return batch, [count for count in dict.fromkeys(rows) if count != num_rows(batch)]
 

@@ -75,6 +75,18 @@ class SeenUpdate:
 
 
 @dataclass(frozen=True)
+class SeenGradients:
+    """What a rank's runtime does with the gradients of a step that go home, and what the profile has it take without
+    this."""
+
+    priced_ns: int
+    duration_ns: int
+    ranks_sharing: int
+    count: int
+    provenance: Provenance
+
+
+@dataclass(frozen=True)
 class SeenHost:
     """What a step takes of the host that belongs to no statement, by the calls of the step."""
 
@@ -92,13 +104,19 @@ class SeenRuns:
     collectives: tuple[SeenCollective, ...] = ()
     updates: tuple[SeenUpdate, ...] = ()
     hosts: tuple[SeenHost, ...] = ()
+    gradients: tuple[SeenGradients, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.calls or self.collectives or self.updates or self.hosts)
+        return bool(self.calls or self.collectives or self.updates or self.hosts or self.gradients)
 
     def host_ns(self, ranks_sharing: int) -> int:
         """What each call takes of the host beside itself, forward and backward each."""
         return next((item.call_ns for item in self.hosts if item.ranks_sharing == ranks_sharing), 0)
+
+    def of_gradients(self, ranks_sharing: int) -> float:
+        """How many times longer it takes to take a gradient that goes home than it is priced."""
+        own = [item for item in self.gradients if item.ranks_sharing == ranks_sharing and item.priced_ns]
+        return sum(item.duration_ns for item in own) / sum(item.priced_ns for item in own) if own else 1.0
 
     @cached_property
     def by_call(self) -> dict[tuple[WorkKey, int], SeenCall]:
@@ -116,7 +134,7 @@ class SeenRuns:
     @property
     def provenance(self) -> str:
         """Where all of it comes from."""
-        every: tuple[Any, ...] = (*self.calls, *self.collectives, *self.updates, *self.hosts)
+        every: tuple[Any, ...] = (*self.calls, *self.collectives, *self.updates, *self.hosts, *self.gradients)
         return "; ".join(dict.fromkeys(str(item.provenance) for item in every))
 
 
@@ -160,6 +178,7 @@ def merged(before: SeenRuns, now: SeenRuns) -> SeenRuns:
         ),
         tuple(_merged(before.updates, now.updates, lambda one: (one.priced_ns, one.ranks_sharing))),
         tuple(_merged(before.hosts, now.hosts, lambda one: one.ranks_sharing)),
+        tuple(_merged(before.gradients, now.gradients, lambda one: (one.priced_ns, one.ranks_sharing))),
     )  # fmt: skip
 
 
@@ -193,7 +212,8 @@ def _mean(old: int | None, new: int | None, old_count: int, new_count: int) -> i
 def seen_from_json(data: dict[str, Any]) -> SeenRuns:
     """Of a profile's JSON, which its schema has checked."""
     kinds: tuple[tuple[str, Any], ...] = (
-        ("calls", SeenCall), ("collectives", SeenCollective), ("updates", SeenUpdate), ("hosts", SeenHost)
+        ("calls", SeenCall), ("collectives", SeenCollective), ("updates", SeenUpdate), ("hosts", SeenHost),
+        ("gradients", SeenGradients),
     )  # fmt: skip
     return SeenRuns(**{name: tuple(_read(kind, item) for item in data.get(name, ())) for name, kind in kinds})
 
@@ -212,6 +232,7 @@ def seen_to_json(seen: SeenRuns) -> dict[str, Any]:
         "collectives": list(map(_written, seen.collectives)),
         "updates": list(map(_written, seen.updates)),
         "hosts": list(map(_written, seen.hosts)),
+        "gradients": list(map(_written, seen.gradients)),
     }
 
 

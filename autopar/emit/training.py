@@ -165,13 +165,22 @@ PEAK_FLOPS = {peak_flops}  # a second, of all devices together, {dtype}
 
 
 {batches}{text}{initialise}def learning_rate(options: argparse.Namespace, step: int) -> float:
-    """Of a step, as a share of --lr: a linear warm-up, then constant, or down to a tenth by a cosine."""
+    """Of a step, as a share of the largest: a linear warm-up, then constant, or down to a tenth by a cosine."""
     if step < options.warmup_steps:
         return (step + 1) / options.warmup_steps
     if options.schedule == "constant":
         return 1.0
     done = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def warm_up_advice(options: argparse.Namespace, factor: float) -> str:
+    """Where a rate is larger than the one that is known to be right."""
+    if factor <= 1:
+        return ""
+    if options.warmup_steps:
+        return f", warmed up over {{options.warmup_steps}} steps"
+    return "; reach it by degrees, with --warmup-steps"
 
 
 @torch.no_grad()
@@ -200,8 +209,12 @@ def main(options: argparse.Namespace) -> None:
     rt.keep_freed_memory()  # of tensors on the CPU, for the next step
     rank = rt.build(program.Program, timeout_s=300)  # how long ranks wait for one that is slow or lost
 {compiles}    is_on_gpu = next(iter(rank.parameters())).is_cuda  # where one fused kernel is three times as fast
+    rate = options.lr
+    if options.base_batch:
+        suggested = rank.suggested_learning_rate(options.lr, options.base_batch, optimizer=torch.optim.AdamW)
+        rate = float(suggested)
     optimizer = torch.optim.AdamW(
-        rank.parameters(), lr=options.lr, weight_decay=options.weight_decay, fused=is_on_gpu or None
+        rank.parameters(), lr=rate, weight_decay=options.weight_decay, fused=is_on_gpu or None
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(options, step))
     tokenizer = tokenizer_of(options)
@@ -214,6 +227,9 @@ def main(options: argparse.Namespace) -> None:
     start = rt.load_checkpoint(options.checkpoints, rank, optimizer, extra=extra)
     if start:
         started = f"goes on after step {{start - 1}}, from {{rt.last_checkpoint(options.checkpoints)}}"
+        started += ", at its learning rate" if options.base_batch else ""
+    elif rate != options.lr and is_first:
+        print(f"{{suggested}}{{warm_up_advice(options, suggested.factor)}}", flush=True)
     if started and is_first:
         print(started, flush=True)
     if start >= options.steps and is_first:
@@ -264,6 +280,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--base-batch", type=int, help="samples of a step that --lr is for, where a step has others")
     parser.add_argument("--warmup-steps", type=int, default=0)
     parser.add_argument("--schedule", choices=("constant", "cosine"), default="constant")
     parser.add_argument("--weight-decay", type=float, default=0.01)

@@ -25,7 +25,19 @@ from typing import Any, NamedTuple
 from autopar.errors import TraceFileError
 from autopar.ir.schedule import BACKWARD, FORWARD
 from autopar.observed.form import FORMAT
-from autopar.runtime.ranges import AGAIN, COLLECTIVE, MARK, OPTIMIZER, RECEIVE, SPENT, STEP, from_ascii
+from autopar.runtime.ranges import (
+    AGAIN,
+    COLLECTIVE,
+    END,
+    GRADIENT,
+    MARK,
+    OPTIMIZER,
+    RECEIVE,
+    SPENT,
+    STARTED,
+    STEP,
+    from_ascii,
+)
 
 RECOMPUTE = "recompute"
 _BACKWARD = "autograd::engine::evaluate_function: "
@@ -38,6 +50,14 @@ class StatementPass(NamedTuple):
 
     name: str
     direction: str
+
+
+class Journey(NamedTuple):
+    """A collective that a rank started and waited for later, in nanoseconds by the clock. passed: from its start until
+    it was there; waited: of that, at the end. It took something between the two."""
+
+    waited_ns: int
+    passed_ns: int
 
 
 class SentOnce(NamedTuple):
@@ -69,7 +89,8 @@ NOTHING = RangeTime(0, 0, 0)
 @dataclass
 class TracedStep:
     """One step of one rank. idle_ns: on GPUs, when no kernel ran; exposed_ns: when none but collectives did.
-    sending_ns: of a processor, that the thread took to start collectives and wait for them."""
+    sending_ns: of a processor, that the thread took to start collectives and wait for them. journeys: of those that
+    it started and waited for later. gradients: what the runtime does with those of parameters, by their bytes."""
 
     duration_ns: int
     work: dict[StatementPass, RangeTime] = field(default_factory=lambda: defaultdict(lambda: NOTHING))
@@ -78,6 +99,8 @@ class TracedStep:
     idle_ns: int | None = None
     exposed_ns: int | None = None
     sending_ns: int = 0
+    journeys: dict[SentOnce, list[Journey]] = field(default_factory=lambda: defaultdict(list))
+    gradients: dict[int, RangeTime] = field(default_factory=lambda: defaultdict(lambda: NOTHING))
 
 
 @dataclass(frozen=True)
@@ -168,7 +191,7 @@ def typical_ns(values: Iterable[float]) -> int:
 class _Frame:
     """A range that time is counted for. spent_ns: of a processor, if it is told; inner_spent_ns: in ranges inside."""
 
-    kind: str  # "work", "sent" or "part"
+    kind: str  # "work", "sent", "gradient" or "part"
     key: Any
     start_ns: int
     end_ns: int
@@ -178,6 +201,7 @@ class _Frame:
     spent_ns: int | None = None
     inner_spent_ns: int = 0
     kernel_ns: int = 0
+    starts: bool = False  # a collective, and goes on
 
     @property
     def length_ns(self) -> int:
@@ -287,15 +311,19 @@ class _TraceReader:
 
     def _frame(self, event: _TraceEvent, around: _Frame | None) -> _Frame | None:
         kind, key = self._key(event, around)
-        return _Frame(kind, key, event.start_ns, event.end_ns, around) if kind else None
+        starts = event.name.startswith(MARK + STARTED)
+        return _Frame(kind, key, event.start_ns, event.end_ns, around, starts=starts) if kind else None
 
     def _key(self, event: _TraceEvent, around: _Frame | None) -> tuple[str, Any]:
         name = event.name
         if name.startswith(AGAIN):
             return "work", StatementPass(self._statement(name.removeprefix(AGAIN)), RECOMPUTE)
-        if name.startswith(MARK + COLLECTIVE):
-            collective, num_bytes, axis = name.removeprefix(MARK + COLLECTIVE).split(" | ")
-            return "sent", SentOnce(_owner(around), collective, int(num_bytes), axis)
+        for mark in (MARK + COLLECTIVE, MARK + STARTED):
+            if name.startswith(mark):
+                collective, num_bytes, axis = name.removeprefix(mark).split(" | ")
+                return "sent", SentOnce(_owner(around), collective, int(num_bytes), axis)
+        if name.startswith(MARK + GRADIENT):
+            return "gradient", int(name.removeprefix(MARK + GRADIENT))
         if name.startswith(MARK) and not name.startswith(MARK + SPENT):
             told = name.removeprefix(MARK)
             return ("work", StatementPass(self._statement(told), FORWARD)) if " | " in told else ("part", told)
@@ -325,15 +353,18 @@ class _TraceReader:
         inside = [one for one in frames if whole.start_ns <= one.start_ns < whole.end_ns and one is not whole]
         on_gpu = bool(self._kernels)
         share = _processor_share(whole, [frame for frame in inside if frame.is_in(whole)])
+        tables = {"work": step.work, "sent": step.sent, "part": step.parts, "gradient": step.gradients}
         for frame in inside:
             spent = frame.kernel_ns if on_gpu and frame.key != RECEIVE else frame.own_ns
             if frame.is_by_clock and not on_gpu and frame.is_in(whole):
                 spent = round(spent * share)
-            table: Any = {"work": step.work, "sent": step.sent, "part": step.parts}[frame.kind]
-            table[frame.key] = table[frame.key].plus(spent, 0 if on_gpu else frame.num_events)
+            table: Any = tables[frame.kind]
+            table[frame.key] = table[frame.key].plus(spent, 0 if on_gpu else frame.num_events, not frame.starts)
             step.sending_ns += frame.spent_ns or 0 if frame.kind == "sent" else 0
         if on_gpu:
             self._on_gpu(step, whole)
+        else:
+            _note_journeys(step, [frame for frame in inside if frame.kind == "sent"])
         return step
 
     def _on_gpu(self, step: TracedStep, whole: _Frame) -> None:
@@ -347,6 +378,17 @@ class _TraceReader:
     def _is_sent(self, kernel: _TraceEvent) -> bool:
         frame = self._launched.get(kernel.args.get("correlation", -1))
         return "nccl" in kernel.name.lower() or (frame is not None and frame.kind == "sent")
+
+
+def _note_journeys(step: TracedStep, sent: Sequence[_Frame]) -> None:
+    """Pairs what a rank starts with what it waits for, in the order of each."""
+    started: dict[SentOnce, list[_Frame]] = defaultdict(list)
+    for frame in sorted(sent, key=lambda frame: frame.start_ns):
+        same = frame.key._replace(name="")  # what is started for one statement may be waited for in another
+        if frame.starts:
+            started[same].append(frame)
+        elif started[same]:
+            step.journeys[same].append(Journey(frame.length_ns, frame.end_ns - started[same].pop(0).start_ns))
 
 
 def _processor_share(whole: _Frame, inside: Sequence[_Frame]) -> float:
@@ -383,10 +425,12 @@ def _covered(events: Sequence[_TraceEvent]) -> int:
 
 
 __all__ = [
+    "END",
     "NOTHING",
     "OPTIMIZER",
     "RECEIVE",
     "RECOMPUTE",
+    "Journey",
     "RangeTime",
     "RankTrace",
     "SentOnce",

@@ -3,7 +3,8 @@
 Bounded to what was seen: curves, tables and facts stay. What an operator took is the median over the statements that
 are equal calls (those of equal blocks), of what each takes in a step. What the host takes around them is shared out to
 all calls, since models with more of them have more of it. What waits for other ranks, and what is sent
-beside compute, teaches nothing: there a range is not the collective's own time.
+beside compute, teaches as much as is known of it: it took no less than the last rank waited for it, and no more than
+passed since that rank started it. What it is priced at counts as far as that lets.
 """
 
 from __future__ import annotations
@@ -14,13 +15,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from autopar.cost.compute import priced_call_ns
+from autopar.cost.collectives import collective_time_ns
+from autopar.cost.compute import priced_call_ns, priced_gradient_ns
 from autopar.cost.profile import Profile, Provenance
-from autopar.cost.seen import SeenCall, SeenCollective, SeenHost, SeenRuns, SeenUpdate, call_from_json, merged
+from autopar.cost.seen import (
+    SeenCall,
+    SeenCollective,
+    SeenGradients,
+    SeenHost,
+    SeenRuns,
+    SeenUpdate,
+    call_from_json,
+    merged,
+)
 from autopar.errors import TraceFileError
+from autopar.ir.placement import Axis
 from autopar.ir.schedule import BACKWARD, FORWARD
 from autopar.observed.expected import from_json
-from autopar.observed.kineto import RankTrace, StatementPass
+from autopar.observed.kineto import Journey, RankTrace, StatementPass
 from autopar.observed.measured import Measured, measured
 from autopar.observed.simulated import Simulated
 from autopar.ops.work import WorkKey
@@ -68,7 +80,8 @@ def learned(profile: Profile, traces: Sequence[RankTrace], date: str) -> Learned
     for stage, lane, seen in _lanes(traces):
         calls, more = _calls(stage, seen, shared, provenance)
         updates, hosts = _updates(lane, seen, shared, provenance), _hosts(lane, seen, shared, provenance)
-        found = merged(found, SeenRuns(calls, _collectives(stage, seen, shared, provenance), updates, hosts))
+        sent = _collectives(stage, seen, shared, provenance, told["devices_per_node"])
+        found = merged(found, SeenRuns(calls, sent, updates, hosts, _gradients(seen, shared, provenance)))
         lessons += [*more, *(_of_host(lane, one.call_ns, shared) for one in hosts)]
     made = replace(profile, seen=merged(profile.seen, found), _shared={})
     return Learned(made, tuple(sorted(lessons, key=lambda lesson: -lesson.gain_ns)))
@@ -130,18 +143,30 @@ def _typical(names: Sequence[str], direction: str, seen: Measured) -> int | None
 
 
 def _collectives(
-    stage: Mapping[str, Any], seen: Measured, profile: Profile, provenance: Provenance
+    stage: Mapping[str, Any], seen: Measured, profile: Profile, provenance: Provenance, devices_per_node: int
 ) -> tuple[SeenCollective, ...]:
     spent: dict[tuple[str, int, int, int], list[float]] = defaultdict(list)
     for key, total in seen.sent.items():
         if key.axis in stage["axes"] and total > 0 and key.num_bytes > 0:
             ranks, inside = stage["axes"][key.axis]
             spent[key.collective, ranks, inside, key.num_bytes].append(total / seen.sent_calls[key])
+    for key, journey in seen.journeys.items():
+        if key.axis in stage["axes"] and key.num_bytes > 0:
+            ranks, inside = stage["axes"][key.axis]
+            if (key.collective, ranks, inside, key.num_bytes) not in spent:
+                axis = Axis(key.axis, ranks, 1 if inside == ranks else max(1, devices_per_node // inside))
+                priced = collective_time_ns(key.collective, key.num_bytes, axis, devices_per_node, profile)
+                spent[key.collective, ranks, inside, key.num_bytes].append(within(journey, priced))
     return tuple(
         SeenCollective(*key, max(1, round(statistics.median(own))), profile.ranks_sharing, seen.num_steps, provenance)
         for key, own in spent.items()
         if key[1] > 1
     )
+
+
+def within(journey: Journey, priced_ns: int) -> int:
+    """What is sent beside compute: what it is priced at, as far as what was seen of it lets."""
+    return min(max(priced_ns, journey.waited_ns), journey.passed_ns)
 
 
 def _updates(lane: Simulated, seen: Measured, profile: Profile, provenance: Provenance) -> tuple[SeenUpdate, ...]:
@@ -152,6 +177,14 @@ def _updates(lane: Simulated, seen: Measured, profile: Profile, provenance: Prov
     if not spent or not priced:
         return ()
     return (SeenUpdate(priced, spent, profile.ranks_sharing, seen.num_steps, provenance),)
+
+
+def _gradients(seen: Measured, profile: Profile, provenance: Provenance) -> tuple[SeenGradients, ...]:
+    priced = sum(count * priced_gradient_ns(size, profile) for size, count in seen.gradients.items())
+    spent = round(seen.gradients_ns)
+    return (
+        (SeenGradients(priced, spent, profile.ranks_sharing, seen.num_steps, provenance),) if priced and spent else ()
+    )
 
 
 # The host ----------------------------------------
@@ -165,7 +198,7 @@ def _hosts(lane: Simulated, seen: Measured, profile: Profile, provenance: Proven
     ran = {key.name for key in seen.work} | {key.name for key in seen.sent}
     before = profile.seen.host_ns(profile.ranks_sharing)
     unseen = sum(max(0, spent - before) for (name, _), spent in lane.work.items() if name not in ran)
-    left = max(0.0, seen.host_ns - unseen - max(0, lane.host_ns))
+    left = max(0.0, seen.host_ns - unseen - seen.gradients_ns - max(0, lane.host_ns))
     return (SeenHost(round(left / lane.num_calls), profile.ranks_sharing, seen.num_steps, provenance),)
 
 

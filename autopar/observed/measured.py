@@ -8,7 +8,8 @@ rank that comes last, the least of all ranks; what others stand still longer, th
 clock that ranks share.
 
 On CPUs a rank's thread spends on the host what it spends in a step without a profiler, less all of that: the same
-however many others run there. A profiler makes statements longer; together they never take more than that thread did.
+however many others run there. Of several ranks, what counts in each step is when the last of them has done so. A
+profiler makes statements longer; together they never take more than that thread did.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.observed.kineto import (
+    END,
     NOTHING,
     OPTIMIZER,
     RECEIVE,
+    Journey,
     RangeTime,
     RankTrace,
     SentOnce,
@@ -34,14 +37,19 @@ from autopar.observed.kineto import (
 @dataclass(frozen=True)
 class Measured:
     """Of the ranks of a lane, in nanoseconds of a step. step_ns: until the last rank of all ends, without a profiler;
-    busy_ns: what the lane's processes spent of a processor meanwhile. work: by statement and direction, without what it
+    busy_ns: what the lane's processes spent of a processor meanwhile, and last_busy_ns, until the threads of all have
+    done what they do. work: by statement and direction, without what it
     stands still for; sent: what collectives of a statement take the rank that comes last; waited_ns: what others wait
     for that one; beside_ns: what is waited for that no statement stands still for, such as gradients; receive_ns: for
-    messages of other stages; host_ns: around statements, of the thread that runs them, or on GPUs while no kernel ran.
+    messages of other stages; host_ns: around statements, of the thread that runs them, or on GPUs while no kernel ran;
+    gradients_ns: of that, what the runtime does with gradients of parameters that go home, as they come and at the end
+    of the step; gradients: how many of so many bytes come in a step. journeys: of what is sent beside compute, on CPUs,
+    that of the rank that comes last.
     calls, sent_calls: how often each ran in a step. where: module and source line."""
 
     step_ns: int
     busy_ns: int
+    last_busy_ns: int
     work: Mapping[StatementPass, float]
     calls: Mapping[StatementPass, int]
     sent: Mapping[SentOnce, float]
@@ -51,6 +59,9 @@ class Measured:
     receive_ns: float
     optimizer_ns: float
     host_ns: float
+    gradients_ns: float
+    gradients: Mapping[int, int]
+    journeys: Mapping[SentOnce, Journey]
     where: Mapping[str, tuple[str, str]]
     num_steps: int
 
@@ -68,6 +79,7 @@ def measured(traces: Sequence[RankTrace], ranks: range) -> Measured:
     return Measured(
         step_ns=_step_ns(traces),
         busy_ns=typical_ns(ns for trace in own for ns in trace.process_ns),
+        last_busy_ns=typical_ns(_until_last_ns(own)),
         work=work,
         calls=calls,
         sent=least,
@@ -77,6 +89,9 @@ def measured(traces: Sequence[RankTrace], ranks: range) -> Measured:
         receive_ns=_mean(own, lambda trace, step: step.parts.get(RECEIVE, NOTHING).duration_ns),
         optimizer_ns=optimizer_ns,
         host_ns=host_ns,
+        gradients_ns=_mean(own, _gradients_ns),
+        gradients={size: spent.count for size, spent in own[0].steps[-1].gradients.items()},
+        journeys=_journeys(own),
         where={name: place for trace in own for name, place in trace.where.items()},
         num_steps=len(own[0].steps),
     )
@@ -88,12 +103,20 @@ def _around(
     """Work, the update, and what is left for the host."""
     if traces[0].steps[0].idle_ns is not None:
         return work, optimizer_ns, _mean(traces, lambda trace, step: step.idle_ns)
-    thread = statistics.fmean(trace.slowdown * typical_ns(trace.thread_ns) for trace in traces)
+    thread: float = typical_ns(_until_last_ns(traces))
     thread -= _mean(traces, lambda trace, step: trace.slowdown * step.sending_ns)
     own = sum(work.values()) + optimizer_ns
     factor = min(1.0, thread / own) if own and thread > 0 else 1.0
     work = {key: spent * factor for key, spent in work.items()}
     return work, optimizer_ns * factor, max(0.0, thread - own)
+
+
+def _until_last_ns(traces: Sequence[RankTrace]) -> list[float]:
+    """Of each step without a profiler: until the last rank has spent what its thread does of a processor, or, of ranks
+    that share cores, until these have done what all of them spend. A core may be slower than another for a step or two;
+    the step ends with the last rank."""
+    by_step = zip(*(trace.thread_ns for trace in traces), strict=False)
+    return [max(*spent, traces[0].slowdown * statistics.fmean(spent)) for spent in by_step]
 
 
 def _net(trace: RankTrace, spent: RangeTime) -> float:
@@ -117,6 +140,23 @@ def _stopped(trace: RankTrace) -> dict[SentOnce, float]:
     """What a rank stands still for in its statements."""
     keys = dict.fromkeys(key for step in trace.steps for key in step.sent if key.name)
     return {key: typical_ns(step.sent.get(key, NOTHING).duration_ns for step in trace.steps) for key in keys}
+
+
+def _gradients_ns(trace: RankTrace, step: TracedStep) -> float:
+    own = sum(_net(trace, spent) for spent in step.gradients.values())
+    return own + _net(trace, step.parts.get(END, NOTHING)) if step.gradients else 0.0
+
+
+def _journeys(traces: Sequence[RankTrace]) -> dict[SentOnce, Journey]:
+    """Once the last rank has started it, a collective only takes what it takes: so the shortest of all ranks."""
+    names = dict.fromkeys(key for trace in traces for step in trace.steps for key in step.journeys)
+    return {key: min((_journey(trace, key) for trace in traces), key=lambda one: one.passed_ns) for key in names}
+
+
+def _journey(trace: RankTrace, key: SentOnce) -> Journey:
+    """A typical one of a rank."""
+    found = [one for step in trace.steps for one in step.journeys.get(key, ())]
+    return Journey(typical_ns(one.waited_ns for one in found), typical_ns(one.passed_ns for one in found))
 
 
 def _count(traces: Sequence[RankTrace], key: SentOnce) -> int:

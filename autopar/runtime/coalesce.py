@@ -30,6 +30,12 @@ class CutTensor:
     dim: int
     size: int
 
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the whole along the dim."""
+        shape = self.tensor.shape
+        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
+
 
 def all_reduce(tensors: Sequence[Tensor], axis: Axis, *, owned: bool = False) -> Results:
     """Sums each tensor over the axis; in a copy, unless the tensors are `owned`.

@@ -57,11 +57,11 @@ def _count(kind: str, axis: Axis, buffer: Tensor) -> None:
 
 
 @contextmanager
-def explained(kind: str, axis: Axis, num_bytes: int) -> Iterator[None]:
+def explained(kind: str, axis: Axis, num_bytes: int, starts: bool = False) -> Iterator[None]:
     """Raises CollectiveError in place of torch's error, which names neither the collective nor who is missing. In a
-    profiler's trace, a range: what the rank stands still for."""
+    profiler's trace, a range: what the rank stands still for, or what it starts."""
     try:
-        with collective(kind, num_bytes, axis.name):
+        with collective(kind, num_bytes, axis.name, starts):
             yield
     except CollectiveError:
         raise
@@ -184,7 +184,7 @@ def _explained_peer(what: str, peer: int, timeout_s: float) -> Iterator[None]:
 def _start(kind: str, axis: Axis, buffer: Tensor, start: Callable[[], Any]) -> Wait:
     """Starts an asynchronous collective; its bytes are those of `buffer`."""
     num_bytes = buffer.nbytes
-    with explained(kind, axis, num_bytes):
+    with explained(kind, axis, num_bytes, starts=True):
         work = start()
 
     def wait() -> None:

@@ -415,7 +415,7 @@ def _convert(tensors: list[Tensor], steps: list[SizedStep], mesh: RankMesh) -> l
     step, axis = steps[0].step, mesh.axes[steps[0].step.axis]
     if step.source.is_shard and not step.target.is_shard:
         pieces = _gather_pieces(tensors, steps)
-        outputs = [piece.tensor.new_empty(_whole_shape(piece)) for piece in pieces]
+        outputs = [piece.tensor.new_empty(piece.whole_shape) for piece in pieces]
         return coalesce.all_gather(pieces, outputs, axis)()
     return [
         forward_step(tensor, axis, s.step.source, s.step.target, s.sizes)
@@ -440,8 +440,3 @@ def _gather_pieces(tensors: list[Tensor], steps: list[SizedStep]) -> list[CutTen
         assert sized.sizes[0] is not None, "a gather starts from a sharded dim"
         pieces.append(CutTensor(tensor, sized.step.source.dim, sized.sizes[0]))
     return pieces
-
-
-def _whole_shape(piece: CutTensor) -> tuple[int, ...]:
-    shape = piece.tensor.shape
-    return (*shape[: piece.dim], piece.size, *shape[piece.dim + 1 :])

@@ -2,7 +2,9 @@
 
 autopar: linear_2 | layers.1.mlp.up | model.py:12     a statement of a traced program (`tracing`)
 autopar again: linear_2 | …                           the same, as it runs again for the backward pass
-autopar: collective all_reduce | 16384 | tp           a rank stands still for one: to start it, or until it has ended
+autopar: start all_reduce | 16384 | tp                a rank starts one, and goes on
+autopar: collective all_reduce | 16384 | tp           a rank stands still for one, until it has ended
+autopar: gradient | 16384                             what is done with a parameter's gradient when autograd has it
 autopar: step                                         and the other parts of a step
 autopar: spent 81000                                  nanoseconds of a processor that the range around it took
 """
@@ -18,11 +20,12 @@ import torch
 
 MARK = "autopar: "
 AGAIN = "autopar again: "
-COLLECTIVE = "collective "
+COLLECTIVE, STARTED = "collective ", "start "
 SPENT = "spent "
 STEP, OPTIMIZER, BEGIN, END, RECEIVE = "step", "optimizer", "begin of step", "end of step", "receive"
 """A whole step, the update, what starts before the first microbatch, what is waited for after the last, and messages of
 other stages."""
+GRADIENT = "gradient | "
 
 
 class Range:
@@ -57,11 +60,18 @@ def part(name: str) -> AbstractContextManager[object]:
     return Range(MARK + name)
 
 
-def collective(kind: str, num_bytes: int, axis: str) -> AbstractContextManager[object]:
-    """The range of a collective, or of waiting for one."""
+def collective(kind: str, num_bytes: int, axis: str, starts: bool = False) -> AbstractContextManager[object]:
+    """The range of a collective, or of waiting for one. starts: of starting one that is waited for later."""
     if not _records():
         return nullcontext()
-    return Range(f"{MARK}{COLLECTIVE}{kind} | {num_bytes} | {axis}")
+    return Range(f"{MARK}{STARTED if starts else COLLECTIVE}{kind} | {num_bytes} | {axis}")
+
+
+def gradient(num_bytes: int) -> AbstractContextManager[object]:
+    """The range in which a parameter's gradient is taken, and sent home with others."""
+    if not _records():
+        return nullcontext()
+    return Range(f"{MARK}{GRADIENT}{num_bytes}")
 
 
 def in_ascii(text: str) -> str:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.runtime import agreement, copying, outside, randomness, state
+from autopar.runtime.batch_rules import SuggestedRate, suggested_rate
 from autopar.runtime.batches import Batches
 from autopar.runtime.compiling import Compile, checked_options, compile_blocks, taken_wrapper, watch_for_wrapper
 from autopar.runtime.constants import forget_constants
@@ -404,6 +405,26 @@ class Rank(Kept):
         Returns the norm before, a 0-dim tensor that is equal on all ranks: the single-device norm.
         """
         return self._state.clip_grad_norm(float(max_norm), float(norm_type))
+
+    def suggested_learning_rate(
+        self,
+        base: float,
+        base_batch: int,
+        *,
+        optimizer: Any = "adamw",
+        rule: str | None = None,
+        batch: int | None = None,
+    ) -> SuggestedRate:
+        """A learning rate for this program's batch, from one (`base`) that was found for steps of `base_batch` samples.
+
+        optimizer: one of torch.optim, its class or its name: SGD's rate grows with the samples of a step, Adam's and
+        its kind's with their square root. rule: "linear" or "square root", whatever the optimizer. batch: the samples
+        of a step, where a loop accumulates several batches. The result is a number by `float`, says how it came about
+        by `str`, and is warmed up by `at(step, warmup_steps)`: from `base` on (Goyal et al., 2017; Krizhevsky, 2014;
+        Hoffer et al., 2017). Raises ProgramError for an optimizer without a known rule.
+        """
+        own = next((spec.shape[0] for spec in self.programs[0].INPUTS if spec.shape), 1)
+        return suggested_rate(base, base_batch, own if batch is None else batch, optimizer, rule)
 
     def unite_copies(self, optimizer: Any = None) -> None:
         """Under an algorithm that trains copies of the parameters, such as local SGD: all take their mean, and that of

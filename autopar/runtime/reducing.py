@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from autopar.runtime import coalesce, comm
+from autopar.runtime.coalesce import CutTensor
 from autopar.runtime.mesh import Axis, RankMesh
 from autopar.runtime.packing import MAX_IN_FLIGHT, pack_gradients
+from autopar.runtime.ranges import gradient
 from autopar.runtime.redistribute import backward_step
 from autopar.runtime.stored import ParameterUse, SizedStep
 
@@ -127,6 +129,8 @@ class GradientReduction:
         self.buffer = None
         if kinds == ("S", "R"):
             return coalesce.reduce_scatter(self.tensors, [s.step.source.dim for s in steps], axis)
+        if kinds == ("I", "S"):
+            return self._start_gather(steps, axis)
         self.tensors = [
             _without_rest(backward_step(tensor, axis, s.step.source, s.step.target, s.sizes))
             for tensor, s in zip(self.tensors, steps, strict=True)
@@ -143,6 +147,15 @@ class GradientReduction:
             return tensors
 
         return results
+
+    def _start_gather(self, steps: list[SizedStep], axis: Axis) -> Callable[[], list[Tensor]]:
+        """Of gradients of what was cut where it is used, packed as parameters are."""
+        cut = []
+        for tensor, sized in zip(self.tensors, steps, strict=True):
+            assert sized.sizes[1] is not None, "a cut ends at a sharded dim"
+            cut.append(CutTensor(tensor, sized.step.target.dim, sized.sizes[1]))
+        wholes = [piece.tensor.new_empty(piece.whole_shape) for piece in cut]
+        return coalesce.all_gather(cut, wholes, axis)
 
     def _deliver(self) -> None:
         for slot, tensor in zip(self.slots, self.tensors, strict=True):
@@ -204,11 +217,14 @@ class Reducer:
 
     def _gradient_done(self, bucket: GradientBucket, slot: ParameterUse) -> None:
         bucket.missing -= 1
+        if self._is_due(bucket):
+            with gradient(slot.gradient_bytes):
+                bucket.collect(slot)
+                if bucket.missing == 0:
+                    self._send(bucket)
         # Microbatches add up where the sum is sent from, so that it is held once, and in the dtype that is stored.
-        if self._is_due(bucket) or bucket.has_buffer or bucket.is_cast:
+        elif bucket.has_buffer or bucket.is_cast:
             bucket.collect(slot)
-        if self._is_due(bucket) and bucket.missing == 0:
-            self._send(bucket)
 
     def _is_due(self, bucket: GradientBucket) -> bool:
         return self.is_last_microbatch or bucket.each_microbatch

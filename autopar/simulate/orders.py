@@ -26,7 +26,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
-from autopar.cost.compute import copy_time_ns, pointwise_time_ns
+from autopar.cost.compute import gradient_time_ns, pointwise_time_ns
 from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
 from autopar.runtime.copying import LEAST_COPIED_BYTES
 from autopar.simulate.copies import MOST_PIECES, CopiedCall, CopiedMemory, copied_calls, copied_memory, next_call
@@ -130,8 +130,7 @@ def _order_gradients(program: LocalProgram, profile: Profile, orders: Orders) ->
             orders.kept_ns[first] += _kept_ns(slot, adding_ns, casting_ns)
             if slot.steps and profile.runtime:
                 home = orders.home_each_ns if slot.reduces_each else orders.home_last_ns
-                copied = copy_time_ns(slot.gradient_bytes, profile)
-                home[first] += profile.runtime.parameter_ns + copied
+                home[first] += gradient_time_ns(slot.gradient_bytes, profile)
 
 
 def _kept_ns(slot: Slot, adding_ns: Callable[[int], int], casting_ns: Callable[[int], int]) -> int:

@@ -9,8 +9,9 @@ learned from the one run of a pair, against the other.
 What else the host does is kept out. One rank: a step is what it spends of a processor, and both runs of a pair take
 place at the same time. Several ranks: a step is what passes until the last one ends; the ranks are in the real-time
 class (where the system allows it), so that no other program has their cores, and twice as many runs as rounds follow
-each other. The speed of a shared host changes between them: a pair is two runs whose steps took the same of a processor
-to within a tenth, each run in one pair at most. That rule knows of no prediction.
+each other. The speed of a shared host changes between them, and of its cores each by itself: a pair is two runs whose
+ranks had all done in a step what it takes of a processor after the same time, to within a tenth, each run in one pair
+at most. So are pairs of one rank. That rule knows of no prediction.
 
 Profiles are the host's own, and copies of it that are wrong about memory-bound operators, products, what a call costs,
 or the optimizer. `of another` is the error for a model after a run of the model above it in the table.
@@ -164,7 +165,7 @@ def ended(run: subprocess.Popen[bytes], into: Path) -> list[RankTrace]:
 
 
 class Run(NamedTuple):
-    """A traced run, and what a step of it took of a processor and passed, in ns."""
+    """A traced run, and what a step of it took of a processor until the last rank had done, and passed, in ns."""
 
     number: int
     traces: list[RankTrace]
@@ -179,7 +180,7 @@ def runs(setup: Setup, out: Path, folder: Path, count: int, steps: int) -> list[
         into = folder / str(number) / "taught"
         traces = ended(started(out, setup.num_ranks, into, steps), into)
         told = measured(traces, range(setup.num_ranks))
-        found.append(Run(number, traces, told.busy_ns, told.step_ns))
+        found.append(Run(number, traces, told.last_busy_ns, told.step_ns))
     return found
 
 
@@ -201,8 +202,11 @@ def pairs(setup: Setup, profile: Path, folder: Path, rounds: int, steps: int) ->
     host had one speed."""
     out = planned(setup, profile).save_traced(folder / "out")
     if setup.num_ranks == 1:
-        both = [_beside_each_other(out, folder / str(number), steps) for number in range(rounds)]
-        return [Pair(taught, measured(held_out, range(1)).step_ns) for taught, held_out in both]
+        both = [_beside_each_other(out, folder / str(number), steps) for number in range(2 * rounds)]
+        even = [pair for pair in both if _is_even(*pair)][:rounds]
+        if not even:
+            raise SystemExit(f"no two runs of {setup} at the same time took the same of a processor; try again")
+        return [Pair(taught, measured(held_out, range(1)).step_ns) for taught, held_out in even]
     done = runs(setup, out, folder, 2 * rounds, steps)
     print(f"<!-- {setup.model}, {setup.layout}: {_speeds(done)} -->", flush=True)
     found = [Pair(one.traces, other.step_ns) for one, other in evenly_paired(done)]
@@ -213,6 +217,11 @@ def pairs(setup: Setup, profile: Path, folder: Path, rounds: int, steps: int) ->
 
 def _speeds(done: Sequence[Run]) -> str:
     return ", ".join(f"{run.busy_ns / 1e6:.1f} of a processor in {run.step_ns / 1e6:.1f} ms" for run in done)
+
+
+def _is_even(*both: list[RankTrace]) -> bool:
+    fast, slow = sorted(measured(traces, range(1)).last_busy_ns for traces in both)
+    return slow <= EVEN * fast
 
 
 def _beside_each_other(out: Path, folder: Path, steps: int) -> tuple[list[RankTrace], list[RankTrace]]:

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 import autopar
 from autopar.adapters.loss import loss_with_backward
 from autopar.adapters.options import BESIDE, REFUSED, TESTED, check_arguments
+from autopar.adapters.own_loss import check_loss
 from autopar.adapters.planned import LossAlone
 from autopar.adapters.transformers import Trainer
 from autopar.adapters.unchanged import Unchanged
+from autopar.errors import AutoparError
 from autopar.runtime import ProgramError
 from tests.adapters.trained import Net, Rows, arguments, job, model, reset, run
 from tests.rank_pool import RankPool
@@ -130,6 +132,61 @@ def test_arguments_have_the_effect_of_one_process(
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == kept
 
 
+OWN_LOSSES = {
+    "WeightedLoss": {"tp": 2},
+    "TwiceLoss": {"dp": 2},
+    "SuperLoss": {"pp": 2},
+    "PenaltyLoss": {"dp": 2, "zero": 3},
+}
+
+
+@pytest.mark.parametrize("name", list(OWN_LOSSES))
+def test_a_loss_of_the_scripts_own_is_that_of_one_process(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path, name: str
+) -> None:
+    """Whatever is made of the model's loss, by a subclass that calls the model as it likes."""
+    changed = {"max_steps": 2, "save_strategy": "no", "dataloader_drop_last": True}
+    expected = run(tmp_path / "alone", changed=changed, loss=name)
+    for found in rank_pool(2).run(job, tmp_path, OWN_LOSSES[name], {"named": {"changed": changed, "loss": name}}):
+        equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "told"),
+    [
+        ("LogitsLoss", {}, "loss"),
+        ("AuxLoss", {}, "found 'aux_loss'"),
+        ("OtherModelLoss", {}, "call the model that it is given"),
+        ("DetachedLoss", {}, "found one that it has no part in"),
+        ("SuperLoss", {"label_smoothing_factor": 0.1}, "expected label_smoothing_factor=0"),
+    ],
+)
+def test_a_loss_that_a_plan_cannot_have_is_refused_in_words(
+    tmp_path: Path, name: str, changed: dict[str, Any], told: str
+) -> None:
+    more = {"max_steps": 1, "save_strategy": "no", "eval_strategy": "no", **changed}
+    with pytest.raises((ProgramError, AutoparError), match=told):
+        run(tmp_path, {}, changed=more, loss=name)
+    reset()
+
+
+def test_terms_of_parameters_are_refused_in_a_pipeline() -> None:
+    """Each rank has those of its stage."""
+    held = torch.nn.Parameter(torch.ones(2))
+    inner = _Mean(torch.nn.Linear(2, 1))
+    rank = SimpleNamespace(parameters=inner.parameters, train_step=lambda x: _with_gradients(inner, x))
+    loss = loss_with_backward(rank, {"x": torch.ones(3, 2)}) + held.sum()  # type: ignore[arg-type]
+    check_loss(loss, {id(held): "held"}, 1)
+    with pytest.raises(ProgramError, match=r"found terms of parameters \(held\)"):
+        check_loss(loss, {id(held): "held"}, 2)
+
+
+def _with_gradients(inner: nn.Module, x: Tensor) -> Tensor:
+    loss = inner(x)
+    loss.backward()
+    return loss.detach()
+
+
 def test_batches_padded_to_their_own_lengths_are_shapes(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
     changed = {"gradient_accumulation_steps": 1, "dataloader_drop_last": True, "eval_strategy": "no", "max_steps": 4}
     expected = run(tmp_path / "alone", changed=changed, pads=True)
@@ -177,6 +234,14 @@ def test_other_outputs_than_the_loss_are_refused_in_words() -> None:
     outputs = LossAlone(loss=torch.zeros(()))
     for ask in (lambda: outputs["logits"], lambda: outputs.logits):
         with pytest.raises(ProgramError, match="all that a training program returns, found 'logits'"):
+            ask()
+    assert "loss" in outputs and outputs.get("loss") is outputs["loss"]
+    for ask in (
+        lambda: outputs.get("aux_loss"),
+        lambda: "aux_loss" in outputs,
+        lambda: getattr(outputs, "aux_loss", 0),
+    ):
+        with pytest.raises(ProgramError, match="all that a training program returns, found 'aux_loss'"):
             ask()
 
 

@@ -82,6 +82,93 @@ def of_two_lengths(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([sample[name][:count] for sample in samples]) for name in samples[0]}
 
 
+class WeightedLoss:
+    """Another loss by the batch, of the model's: weighted, with a margin that it is not counted below."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(input_ids=inputs["input_ids"], labels=inputs["labels"])
+        loss = (outputs["loss"] * 0.7 - 0.5).relu() + 0.1 * outputs["loss"].square()
+        return (loss, outputs) if return_outputs else loss
+
+
+class TwiceLoss:
+    """Half the loss of the batch, and half that of the batch with its samples' tokens turned around."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        turned = {name: value.flip(1) for name, value in inputs.items()}
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        other = model(**turned, num_items_in_batch=num_items_in_batch)
+        loss = 0.5 * outputs["loss"] + 0.5 * other["loss"]
+        return (loss, outputs) if return_outputs else loss
+
+
+class SuperLoss:
+    """What Trainer makes, and more."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **named: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **named)  # type: ignore[misc]
+        return (2 * loss, outputs) if return_outputs else 2 * loss
+
+
+class LogitsLoss:
+    """A loss of its own making: of logits."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+        return (loss, outputs) if return_outputs else loss
+
+
+class AuxLoss:
+    """Of a part of the outputs that the model may have."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        loss = outputs["loss"]
+        if outputs.get("aux_loss") is not None:
+            loss = loss + outputs["aux_loss"]
+        return (loss, outputs) if return_outputs else loss
+
+
+class PenaltyLoss:
+    """With a term of the parameters."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        squares = [parameter.square().sum() for parameter in model.parameters()]
+        whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in squares]
+        loss = outputs["loss"] + 0.01 * sum(whole)
+        return (loss, outputs) if return_outputs else loss
+
+
+class OtherModelLoss:
+    """Of the model that the trainer was given, not of what it calls."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = self.model(**inputs)  # type: ignore[attr-defined]
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+class DetachedLoss:
+    """Without gradients."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        loss = outputs["loss"].detach().requires_grad_()
+        return (loss, outputs) if return_outputs else loss
+
+
+LOSSES: dict[str, type] = {
+    one.__name__: one
+    for one in (WeightedLoss, TwiceLoss, SuperLoss, LogitsLoss, AuxLoss, PenaltyLoss, OtherModelLoss, DetachedLoss)
+}
+
+
 def model(dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(3)
     return Net(dropout)
@@ -101,13 +188,14 @@ def accuracy(found: Any) -> dict[str, float]:
 
 def run(
     folder: Path, plan: Any = None, *, resume: str | None = None, dropout: float = 0.0, train: bool = True,
-    changed: dict[str, Any] | None = None, metrics: bool = False, pads: bool = False,
+    changed: dict[str, Any] | None = None, metrics: bool = False, pads: bool = False, loss: str = "",
 ) -> tuple[list[dict[str, Any]], dict[str, float], dict[str, Tensor]]:  # fmt: skip
     """The trainer's log, an evaluation at the end, and the weights that `save_model` has written."""
     from safetensors.torch import load_file
 
     reset()
     kind: Any = transformers.Trainer if plan is None else Trainer
+    kind = type("OwnTrainer", (LOSSES[loss], kind), {}) if loss else kind
     own = {} if plan is None else {"plan": plan, "options": {"check": False}}
     if pads:
         own |= {} if plan is None else {"shapes": [dict.fromkeys(("input_ids", "labels"), (4, length))

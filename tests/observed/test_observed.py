@@ -12,20 +12,32 @@ import pytest
 
 import autopar
 from autopar import cli
-from autopar.cost.compute import call_time_ns, priced_call_ns
-from autopar.cost.profile import Profile, profile_from_json, profile_to_json
-from autopar.cost.seen import NOTHING_SEEN, REACH, SeenCall, SeenRuns, log_factor
+from autopar.cost.compute import call_time_ns, gradient_time_ns, priced_call_ns, priced_gradient_ns
+from autopar.cost.profile import Profile, Runtime, profile_from_json, profile_to_json
+from autopar.cost.seen import (
+    NOTHING_SEEN,
+    REACH,
+    SeenCall,
+    SeenGradients,
+    SeenRuns,
+    log_factor,
+    seen_from_json,
+    seen_to_json,
+)
 from autopar.errors import TraceFileError
 from autopar.ir.plan import Plan
 from autopar.observed.expected import digest
+from autopar.observed.form import FORMAT
 from autopar.observed.kineto import read_traces
-from autopar.observed.learning import learned
+from autopar.observed.learning import learned, within
+from autopar.observed.measured import measured
 from autopar.ops.work import WorkKey
 from autopar.profiler import template_profile
 from autopar.program import PlannedProgram
+from autopar.runtime.ranges import MARK
 from autopar.show.report import page
 from models import gpt
-from tests.observed.made import write_run
+from tests.observed.made import Writer, write_run
 
 CONFIG = gpt.Config(num_layers=2, hidden_size=64, num_heads=4, seq_len=32, vocab_size=128, batch_size=4, mlp_ratio=16)
 
@@ -150,6 +162,67 @@ def test_what_the_host_takes_is_learned_for_models_of_more_or_fewer_calls(tmp_pa
                                    check=False) for profile in (right(tmp_path), str(path))]  # fmt: skip
     added = plans[1].predicted.step_time_ns - plans[0].predicted.step_time_ns
     assert 3_000_000 < added < 5_500_000
+
+
+def written(folder: Path, rank: int, steps: list[tuple[int, int]], thread_ns: list[int]) -> Path:
+    """A rank's trace of steps in which a sum of gradients is started, and waited for so much later, so long; before it
+    three gradients come, each of which takes 200 ns."""
+    writer = Writer()
+    for between, waited in steps:
+        step = writer.begin(f"{MARK}step")
+        for _ in range(3):
+            taking = writer.begin(f"{MARK}gradient | 4096")
+            writer.wait(200)
+            writer.end(taking, 200)
+        started = writer.begin(f"{MARK}start all_reduce | 12288 | dp")
+        writer.end(started, 0)
+        writer.wait(between)
+        sent = writer.begin(f"{MARK}collective all_reduce | 12288 | dp")
+        writer.wait(waited)
+        writer.end(sent, 0)
+        writer.end(step)
+    told = {
+        "expected": {"format": FORMAT}, "rank": rank, "num_ranks": 2, "device": "cpu", "host": "host", "torch": "2.13",
+        "plain_ns": thread_ns, "plain_process_ns": thread_ns, "plain_thread_ns": thread_ns, "event_ns": 0.0,
+        "slowdown": 1.0,
+    }  # fmt: skip
+    path = folder / f"rank_{rank:05d}.json"
+    path.write_text(json.dumps({"traceEvents": writer.events, "autopar": told}))
+    return path
+
+
+def test_a_step_lasts_until_its_last_rank_has_done(tmp_path: Path) -> None:
+    """Each rank is fast in every second step; the step never is."""
+    for rank, spent in enumerate(([100_000, 50_000] * 4, [50_000, 100_000] * 4)):
+        written(tmp_path, rank, [(0, 0)], spent)
+    found = measured(read_traces(tmp_path), range(2))
+    assert found.last_busy_ns == 100_000 and found.host_ns == pytest.approx(100_000, rel=0.01)
+
+
+def test_what_is_sent_beside_compute_is_known_within_bounds(tmp_path: Path) -> None:
+    """No shorter than the last rank waited, no longer than passed since it started; that of gradients is told apart."""
+    written(tmp_path, 0, [(5_000, 9_000)] * 4, [50_000] * 4)
+    written(tmp_path, 1, [(5_000, 1_000)] * 4, [50_000] * 4)
+    found = measured(read_traces(tmp_path), range(2))
+    (journey,) = found.journeys.values()
+    assert journey.waited_ns == pytest.approx(1_000, abs=20) and journey.passed_ns == pytest.approx(6_000, abs=40)
+    assert found.gradients == {4096: 3} and found.gradients_ns == 600
+    assert next(iter(found.sent_calls.values()), 1) == 1
+    for priced, expected in ((500, 1_000), (3_000, 3_000), (90_000, 6_000)):
+        assert within(journey, priced) == pytest.approx(expected, abs=40)
+
+
+def test_what_takes_gradients_is_learned_as_that(tmp_path: Path) -> None:
+    """Twice as long as it is priced, with nothing left for the host."""
+    profile = template_profile()
+    assert gradient_time_ns(4096, profile) == 0  # it says nothing of the runtime
+    profile = replace(profile, runtime=Runtime((0, 0), 50_000, 0, (0, 0), profile.facts.provenance))
+    priced = priced_gradient_ns(4096, profile)
+    seen = SeenRuns(gradients=(SeenGradients(3 * priced, 6 * priced, 1, 4, profile.facts.provenance),))
+    assert gradient_time_ns(4096, replace(profile, seen=seen)) == 2 * priced > 0
+    assert seen_from_json(seen_to_json(seen)).gradients == seen.gradients
+    again = profile_from_json(json.loads(json.dumps(profile_to_json(replace(profile, seen=seen)))), "again")
+    assert gradient_time_ns(4096, again) == 2 * priced
 
 
 def test_an_operator_that_was_not_seen_follows_those_of_its_curve() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from autopar import runtime as rt
-from autopar.runtime import redistribute
+from autopar.runtime import comm, redistribute
 from tests.rank_pool import RankPool
 
 
@@ -62,3 +63,52 @@ def selective(rank: int, world: int) -> None:
 
 def test_parameters_without_a_gradient_leave_their_bucket(rank_pool: Callable[[int], RankPool]) -> None:
     rank_pool(2).run(selective)
+
+
+class Decomposed(rt.Program):
+    """What is stored whole is cut and put together again on its way to its use, and so is its gradient on its way home:
+    what a plan takes where a sum of all ranks costs more than its two halves. Of seven elements two ranks have unlike
+    parts; of a matrix, columns."""
+
+    AXES = {"dp": 2}  # noqa: RUF012
+    MICROBATCHES = 1
+    INPUTS = (rt.Input("x", (8, 6), torch.float32, "S(0)"),)
+
+    def __init__(self, mesh: rt.RankMesh) -> None:
+        super().__init__(mesh)
+        self.matrix = rt.Parameter((7, 6), stored="I", uses=("S(1) -> R",))
+        self.biases = rt.Parameters(
+            **{f"bias_{n}": rt.Parameter((7,), stored="I", uses=("S(0) -> R",)) for n in range(4)}
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.matrix)
+        for n in range(4):
+            y = torch.tanh(y + getattr(self.biases, f"bias_{n}"))
+        return redistribute(y.square().sum(), self.mesh["dp"], "P -> I")
+
+
+def decomposed(rank: int, world: int) -> int:
+    torch.manual_seed(0)
+    x, matrix = torch.randn(8, 6), torch.randn(7, 6, requires_grad=True)
+    biases = [torch.randn(7, requires_grad=True) for _ in range(4)]
+    y = F.linear(x, matrix)
+    for bias in biases:
+        y = torch.tanh(y + bias)
+    y.square().sum().backward()
+    part = rt.build(Decomposed)
+    names = {f"biases.bias_{n}": bias for n, bias in enumerate(biases)}
+    part.load_full_state_dict({"matrix": matrix, **names})
+    started = []
+    plain = comm.start_all_gather
+    with mock.patch.object(comm, "start_all_gather", lambda *of: started.append(of) or plain(*of)):
+        part.train_step(x)
+    found = part.full_gradients()
+    for name, whole in {"matrix": matrix, **names}.items():
+        torch.testing.assert_close(found[name], whole.grad)
+    return len(started)
+
+
+def test_gradients_of_what_is_cut_and_gathered_go_home_together(rank_pool: Callable[[int], RankPool]) -> None:
+    """Of each of two ways one gather when the step begins and one on the way home: the biases not one each."""
+    assert rank_pool(2).run(decomposed) == [4, 4]
