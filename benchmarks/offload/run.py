@@ -22,6 +22,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from contextlib import suppress
@@ -87,7 +88,7 @@ def profile_of(link: float) -> str:
     profile = load_profile("cpu")
     assert profile.beside is not None
     stated = replace(profile.beside, down_bandwidth=link, up_bandwidth=link, capacity_bytes=8 << 30)
-    path = HERE / "profile.json"
+    path = Path(tempfile.gettempdir()) / f"autopar-offload-{os.getpid()}-{link:g}.json"
     path.write_text(json.dumps(profile_to_json(replace(profile, host_memory=stated, _shared={}))))
     return str(path)
 
@@ -224,7 +225,6 @@ def main() -> int:
     table = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows]
     told_facts = [f"{key}: {value}  " for key, value in facts("benchmarks.offload.run").items()]
     (HERE / "results.md").write_text("\n".join(["# Offload on CPU ranks", "", *told_facts, "", *table, ""]))
-    (HERE / "profile.json").unlink(missing_ok=True)
     return int(failed)
 
 
