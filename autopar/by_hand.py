@@ -42,6 +42,7 @@ from autopar.template import (
     positions,
     template_axes,
     template_constraints,
+    template_copied_out,
     template_ranks,
     template_recompute,
 )
@@ -107,7 +108,11 @@ def template_of_graph(
     rules += constraints
     again = template_recompute(graph, paths, recompute)
     limit = memory_limit_of(memory_limit)
-    request = Request(mesh, mode, optimizer, limit, tuple(rules), BUDGETS["fast"], precision, again, offload=offload)
+    copied = template_copied_out(graph, paths, offload)
+    request = Request(
+        mesh, mode, optimizer, limit, tuple(rules), BUDGETS["fast"], precision, again, offload=offload,
+        copied_out=copied,
+    )  # fmt: skip
     if by_speed:
         kinds = {group.profile: axes for group in mesh.groups}
         if pp == 1 and not mesh.is_homogeneous:

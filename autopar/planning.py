@@ -127,13 +127,13 @@ class Place:
         """The best plan whose simulated peak fits; solved again under a tighter limit while it does not.
 
         floor: the least usage that a plan has, if that is known. Where a limit is too tight for any plan, and the floor
-        is known or modules are recomputed, one in between is asked for. Raises InfeasibleError.
+        is known or modules are recomputed, or copied out, one in between is asked for. Raises InfeasibleError.
         """
         draft = self.placements.draft
         limit = asked = draft.memory_limit if limit is None else limit
         clock = Clock.of(seconds)
         too_low, too_high = max(0, floor - 1), 0  # usages that no plan has, and whose plan's peak does not fit
-        between = bool(floor or self.request.recompute)
+        between = bool(floor or self.request.recompute or self.request.copied_out)
         tries = FIT_TRIES if between else FIT_TRIES - 2
         for _ in range(2 * tries if floor else tries):
             try:
@@ -267,6 +267,7 @@ class Place:
             microbatches=self.part.microbatches,
             microbatch_inputs=batch_inputs(graph) if self.part.microbatches > 1 else (),
             recompute=request.recompute,
+            copied_out=request.copied_out,
             mode=request.mode,
             training=graph.training,
             optimizer=request.optimizer or "none",

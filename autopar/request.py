@@ -58,6 +58,7 @@ class Request:
     recompute: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()  # of `arguments.ALLOWED`
     offload: str = NOT_OFFLOADED  # what a template has on the host, by name
+    copied_out: tuple[str, ...] = ()
 
     @property
     def may_offload(self) -> bool:

@@ -20,12 +20,12 @@ from autopar.expert_parallel import (
 from autopar.ir.constraint import Constraint, Context
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
-from autopar.ir.offload import BOTH, BUILT, NOT_OFFLOADED, OFFLOADS, OPTIMIZER
+from autopar.ir.offload import ACTIVATIONS, BOTH, BUILT, NOT_OFFLOADED, OFFLOADS, OPTIMIZER
 from autopar.ir.placement import S, Type, chunk_length
 from autopar.ir.schedule import PLAIN, SCHEDULES
 from autopar.ir.structure import batch_inputs
 from autopar.positions import attending, attention_nodes, sequence_types
-from autopar.zero import KINDS, KINDS_TEXT, joined, recomputable
+from autopar.zero import KINDS, KINDS_TEXT, copied_blocks, joined, recomputable
 
 DATA = ("dp", "hsdp", "ep_nodes", "ep")
 """The axes that samples are split on: of hierarchical data parallelism, copies of parameters and shards of them; of
@@ -132,6 +132,17 @@ def template_recompute(graph: Graph, block_paths: Sequence[str], recompute: str)
         what = {"full": "repeated blocks", "block": "attention operators in repeated blocks"}
         missing = what.get(recompute, "cheap operators in repeated blocks")
         raise PlanError(f"expected a model with {missing} for recompute={recompute!r}, found none")
+    return found
+
+
+def template_copied_out(graph: Graph, repeated: Sequence[str], offload: str) -> tuple[str, ...]:
+    """What is copied to the host between the passes, as in `Plan.copied_out`: with "activations" or "both" the repeated
+    blocks, but for the last, which the backward pass needs at once. Raises PlanError where there are none."""
+    if offload not in (ACTIVATIONS, BOTH):
+        return ()
+    found = copied_blocks(graph, repeated)
+    if not found:
+        raise PlanError(f"expected a model with repeated blocks for offload={offload!r}, found none")
     return found
 
 

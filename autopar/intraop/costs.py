@@ -56,8 +56,9 @@ class ProfiledCosts:
         microbatches: int = 1,
         again: RecomputedShares | None = None,
         sends: Sends | None = None,
+        copied: RecomputedShares | None = None,
     ) -> None:
-        self.sends = sends
+        self.sends, self.copied = sends, copied or RecomputedShares((), ())
         self.graph, self.axes, self.profile = graph, axes, profile
         self.again = again or RecomputedShares((), ())
         self.microbatches = microbatches  # of which the graph is one; times are of the whole step
@@ -176,12 +177,13 @@ class ProfiledCosts:
         return found
 
     def _kept_share(self, node: Node, saved: Saved) -> float:
-        """In which part of a node's instances it keeps something: not where its module runs again, nor what is made
-        again by itself."""
+        """In which part of a node's instances it keeps something: not where its module runs again, or is copied out,
+        nor what is made again by itself."""
+        here = 1 - self.copied.of(node.scope.module)
         if isinstance(saved, Extra):
-            return 1 if saved.is_number else 1 - self._share(node)
+            return 1 if saved.is_number else here * (1 - self._share(node))
         maker = self.graph.producers.get(storage_root(saved, self.graph))
-        kept = 1 - self.again.of(node.scope.module) if self.train else 1.0
+        kept = here * (1 - self.again.of(node.scope.module)) if self.train else 1.0
         return kept if maker is None else kept * (1 - self.again.by_itself(maker))
 
     def _entering(self, node: Node) -> list[str]:

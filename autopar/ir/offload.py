@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.ir.plan import Plan, Stage
 
 NOT_OFFLOADED, OPTIMIZER, ACTIVATIONS, BOTH = OFFLOADS = ("none", "optimizer", "activations", "both")
-BUILT = (NOT_OFFLOADED, OPTIMIZER)
+BUILT = (NOT_OFFLOADED, OPTIMIZER, ACTIVATIONS, BOTH)
 """Those for which programs are made."""
 
 
@@ -16,4 +16,4 @@ def stored_on_host(stage: Stage) -> list[str]:
 
 def uses_host(plan: Plan) -> bool:
     """Whether anything is kept on the host."""
-    return any(stored_on_host(stage) for stage in plan.stages)
+    return bool(plan.copied_out) or any(stored_on_host(stage) for stage in plan.stages)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from autopar.errors import PlanError
+from autopar.ir.algorithm import Algorithm
 from autopar.ir.faults import faults_told
 from autopar.ir.mesh import MICROBATCH, LogicalMesh, Mesh
 from autopar.ir.placement import Placement
@@ -368,6 +369,7 @@ class Plan:
     microbatches: int = 1
     microbatch_inputs: tuple[str, ...] = ()  # inputs whose dim 0 microbatches divide
     recompute: tuple[str, ...] = ()  # modules and operators computed again in the backward pass (`ir.recompute`)
+    copied_out: tuple[str, ...] = ()  # modules whose saved activations wait in the host's memory (`ir.copied_out`)
     mode: str = "train"
     training: bool = True  # whether the model was in training mode: its dropout and batch norm are those of that mode
     optimizer: str = "adamw"
@@ -377,6 +379,7 @@ class Plan:
     allow: tuple[str, ...] = ()  # options that the search might take, such as "offload", beside those it always may
     host_link: SimulatedLink | None = None  # where something may be on the host, and the link to it is simulated
     routing: Routing | None = None  # how tokens choose experts, where it was said; balanced where not
+    algorithm: Algorithm | None = None  # how copies of the parameters meet, where not by summed gradients
     predicted: Prediction = Prediction()
     search: SearchReport = SearchReport()
     coverage: Mapping[str, str] = field(default_factory=dict)  # operator -> "table", "registry" or why replicated
@@ -555,6 +558,11 @@ class StagePlan(Stage):
     def recompute(self) -> tuple[str, ...]:
         """Modules and operators that are computed again in the backward pass."""
         return self.plan.recompute
+
+    @property
+    def copied_out(self) -> tuple[str, ...]:
+        """Modules whose saved activations wait in the host's memory for the backward pass."""
+        return self.plan.copied_out
 
     @property
     def schedule(self) -> str:

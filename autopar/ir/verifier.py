@@ -10,7 +10,8 @@ A plan is well typed when
   7. axes with shares cut activations alone, in whole parts (`shares.check_shares`);
   8. branches run at one coordinate of an axis, and may (`branches.check_forks`);
   9. of several stages, each is well typed, and receives what it reads as it was sent (`stages.check_stages`);
-  10. each element of the model's parameters is stored in one place (`packed.check_packing`).
+  10. each element of the model's parameters is stored in one place (`packed.check_packing`);
+  11. what is copied to the host are modules that run, in ways that are built (`copied_out.check_copied_out`).
 Together with the rules' own proofs this makes the emitted program equal to the model.
 """
 
@@ -23,6 +24,7 @@ from collections.abc import Callable, Mapping
 
 from autopar.errors import PlacementError, PlanError
 from autopar.ir.branches import branch_rule, check_forks, check_inner_conversions, homes, in_order
+from autopar.ir.copied_out import check_copied_out
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import MICROBATCH, LogicalMesh, check_axis_names
 from autopar.ir.offload import stored_on_host
@@ -53,6 +55,7 @@ def verify(graph: Graph, plan: Plan, admits: Admits) -> None:
     """
     check_packing(graph)
     _check_recompute(graph, plan)
+    check_copied_out(graph, plan)
     check_axes_with_shares(plan)
     if len(plan.stages) > 1:
         check_stages(graph, plan)

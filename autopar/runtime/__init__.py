@@ -6,7 +6,9 @@ from autopar.runtime.build import build
 from autopar.runtime.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
 from autopar.runtime.comm import count_bytes
 from autopar.runtime.constants import computed_once, folded
+from autopar.runtime.copying import copied_out, offloading
 from autopar.runtime.declare import (
+    Algorithm,
     Block,
     Buffer,
     Fields,
@@ -48,6 +50,7 @@ from autopar.runtime.tracing import ran
 from autopar.runtime.watch import Watch
 
 __all__ = [
+    "Algorithm",
     "Axis",
     "Block",
     "Buffer",
@@ -73,6 +76,7 @@ __all__ = [
     "apply",
     "build",
     "computed_once",
+    "copied_out",
     "count_bytes",
     "declare_optimizer",
     "draw",
@@ -87,6 +91,7 @@ __all__ = [
     "local_size",
     "make_rank_mesh",
     "microbatch",
+    "offloading",
     "owned",
     "ran",
     "recomputed",

@@ -99,6 +99,11 @@ class PartedStage:
         return self.joined.parts
 
     @property
+    def waiting_bytes(self) -> int:
+        """What waits on the host between the two passes of a microbatch."""
+        return sum(call.host_bytes for part in self.joined.parts for call in part.lifetimes.copied.values())
+
+    @property
     def receives(self) -> Collection[str]:
         """Tensors of earlier stages."""
         return self.variants.graph.received

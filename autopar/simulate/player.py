@@ -20,12 +20,16 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
+from autopar.cost.compute import copy_time_ns
+from autopar.cost.profile import host_of
 from autopar.ir.schedule import BACKWARD_INPUT, FORWARD
 from autopar.runtime.packing import BUCKET_SIZES, MAX_IN_FLIGHT, BucketSizes
+from autopar.simulate.copies import CopiedCall
 from autopar.simulate.engine import (
     COMPUTE,
     LAST,
@@ -39,6 +43,7 @@ from autopar.simulate.engine import (
     Sent,
     Task,
 )
+from autopar.simulate.host_copies import DOWN, UP
 from autopar.simulate.orders import BackwardStep, Changes, Direction, Lifetimes, Orders
 from autopar.simulate.program import Bucket, Item, LocalProgram, Slot, Transmission
 from autopar.simulate.sharing import Share
@@ -377,6 +382,7 @@ class Player:
         self.program, self.orders, self.overlap = program, orders, overlap
         self._collective_ns = profile.host.collective_ns if profile.host else 0
         self._slowdowns, self._queues = profile.slowdowns, queues_of(profile, overlap)
+        self._profile, self._copy_ns = profile, cache(lambda num_bytes: copy_time_ns(num_bytes, profile))
         self._number = {slot.value: number for number, slot in enumerate(program.slots)}
 
     def start(self, kind: PassKind, engine: Engine, meet: Meet | None) -> None:
@@ -399,6 +405,8 @@ class Player:
         self._home: list[int] = []
         self._gradients: dict[int, list[int]] = defaultdict(list)  # value -> the tasks that contribute to it
         self._arrivals: Sequence[tuple[int, int]] = ()  # of shards of other parts in each share: new bytes, added ones
+        self._arrives: tuple[int, CopiedCall] | None = None  # what is on its way to the host, and its task
+        self._fetched: dict[int, int] = {}  # calls whose memory comes back -> the task
         self._launched: set[int] = set()  # units whose regathered parameters this pass has asked for
 
     def gather(self, carried: Carried, meet: Meet | None) -> Gathered:
@@ -419,6 +427,7 @@ class Player:
     def _run_forward(self, numbers: range) -> int:
         """Runs items in order; returns the last one's last task."""
         visits, entered, last = self.orders.visits, set[int](), LAST
+        leaving = {call.last: call for call in self.lifetimes.copied.values() if call.out}
         for number in numbers:
             item = self.program.items[number]
             units = self.orders.around[item.unit]
@@ -426,12 +435,18 @@ class Player:
                 entered.add(unit)
                 self._enter(unit, visits[visits.index(unit) + 1 :][:1])
             last = self._run(number, item, "forward", self.lifetimes.forward)
+            if number in leaving:
+                self._copy_out(leaving[number], last)
             for unit in (unit for unit in reversed(units) if number == self.orders.last[unit]):
                 self._release(unit)
-        return last
+        return self._arrive() if self._arrives is not None else last
 
     def _run_steps(self, direction: Direction) -> None:
         left, again = set(direction.regions), self.orders.running_again
+        calls = [call for _, call in sorted(self.lifetimes.copied.items(), reverse=True) if call.back]
+        reached = {call.reached: (call, before) for call, before in zip_longest(calls, calls[1:])}
+        if calls:
+            self._fetch_back(calls[0])
         later = {unit for units in direction.entered.values() for unit in units}
         for step in direction.steps:
             for unit in direction.entered.get(step.number, ()):
@@ -442,7 +457,47 @@ class Player:
                 if region in left:
                     left.discard(region)
                     self._recompute(region, later)
+            if step.number in reached:
+                call, before = reached[step.number]
+                if before is not None:
+                    self._fetch_back(before)
+                self._awaited.append(self._fetched[call.last])
             self._run_backward(step)
+
+    # Copies to the host and back ----------------------------------------
+
+    def _copy_out(self, call: CopiedCall, after: int) -> None:
+        """What a call has saved leaves for the host; what the call before has, must be there."""
+        host = host_of(self._profile)
+        if host.is_simulated:  # the rank itself copies, and waits until a link would have
+            after = self._compute(self._name_of(call), "forward", self._copy_ns(sum(call.out)), [after])
+        kind, duration_ns = f"activation {DOWN}", host.down_ns(sum(call.out))
+        task = self.engine.transmit(DOWN, self._name_of(call), kind, duration_ns, [after])
+        if self._arrives is not None:
+            self._arrive()
+        self._arrives = task, call
+
+    def _arrive(self) -> int:
+        """Compute waits until what is on its way is on the host, and gives back the device's memory; the last task."""
+        assert self._arrives is not None
+        task, call = self._arrives
+        self._arrives = None
+        waits = self._compute(self._name_of(call), "forward", 0, [task])
+        self.engine.release(waits, call.freed_bytes, "activations")
+        return waits
+
+    def _fetch_back(self, call: CopiedCall) -> None:
+        """What a call has on the host begins to come back."""
+        host = host_of(self._profile)
+        self.engine.allocate(self.engine.last, call.taken_bytes, "activations", Moment.SEND)
+        if host.is_simulated:
+            self._compute(self._name_of(call), "backward", self._copy_ns(sum(call.back)), ())
+        self._fetched[call.last] = self.engine.transmit(
+            UP, self._name_of(call), f"activation {UP}", host.up_ns(sum(call.back)), [self.engine.last]
+        )
+
+    def _name_of(self, call: CopiedCall) -> str:
+        return f"saved in {self.program.units[self.program.items[call.last].unit] or 'the program'}"
 
     # Items ----------------------------------------
 

@@ -63,6 +63,7 @@ from autopar.simulate.facts import (
     Copies,
     GraphFacts,
     LocalShapes,
+    call_of,
     number_calls,
     tensors_on_the_way,
 )
@@ -149,9 +150,11 @@ class Item:
     gradient_bytes: int = 0  # of the memory that its operand's gradient lies in; 0: as many as the gradient has
     saved: tuple[int, ...] = ()  # storages
     extra_bytes: int = 0  # saved, but no tensor of the graph
+    extras: tuple[int, ...] = ()  # bytes of each of these, where something is copied to the host
     number_bytes: int = 0  # of plain numbers that are saved, which stay even where all else is computed again
     unit: int = 0
     region: int = -1  # what the backward pass runs again together, −1 for nothing
+    copied_call: int = -1  # the call of a module that is copied out, −1 for none
     needs: tuple[int, ...] = ()  # the regions that run again before its backward pass, in their order
     runs_backward: bool = False
     split: Split | None = None  # where the schedule asks for it, of operators
@@ -389,6 +392,8 @@ class Lowering:
         self.may_split = self.trains and may_split
         self.constants: dict[int, int] = {}  # storage -> bytes of what is computed once and kept
         self.batch = next(iter(batched.values()), 0)  # of the whole graph: a stage may read no input of the model
+        self.copied = frozenset(plan.copied_out) if self.trains else frozenset[str]()
+        self.copied_calls: list[tuple[int, Call | None]] = []  # items, in calls that are copied out
         self.calls: list[tuple[int, Call | None]] = []  # items that run each microbatch, where they are recomputed
 
     def _fuse(self) -> None:
@@ -599,8 +604,10 @@ class Lowering:
         way, back = self.copies.of_activation(tensor, self.placements[tensor], steps)
         shares = way.own_bytes is None and not (tensor in self.again.tensors and makes_memory(steps))
         number = len(program.items)
-        if self.again and tensor not in self.facts.constants:
-            self._note_call(number, self.again.of_conversion(tensor, steps, self._reading_scope(tensor, target)))
+        if (self.again or self.copied) and tensor not in self.facts.constants:
+            scope = self._reading_scope(tensor, target)
+            self._note_call(number, self.again.of_conversion(tensor, steps, scope))
+            self._note_copied(number, scope)
         local = self.shapes.local(tensor, target)
         size = local[1] if way.own_bytes is None else way.own_bytes
         storage = program.values[source].storage if shares else self._memory(size, number)
@@ -654,6 +661,7 @@ class Lowering:
             self._keep_constants(node)
         if node.op != IDENTITY and not is_constant:
             self._note_call(number, self.again.of_node(node))
+            self._note_copied(number, node.scope)
         maker = -1 if is_constant else number
         fused = self.fused.get(node.name)
         stays = fused.results if fused else (False,) * len(node.results)
@@ -670,9 +678,9 @@ class Lowering:
             kept = tuple([node.operands[position] for position in price.lowered_keeps if kept])
         if kept and fused and fused.makes_again:
             kept = (*kept, *(name for name, stays in zip(node.operands, fused.operands, strict=True) if not stays))
-        saved, extra, numbers = self._saved(kept, node, inputs, outputs)
-        if self.trains and facts.saved:
-            extra += price.lowered_bytes or 0
+        saved, extras, numbers = self._saved(kept, node, inputs, outputs)
+        if self.trains and facts.saved and price.lowered_bytes:
+            extras = (*extras, price.lowered_bytes)
         passing = frozenset([inputs[position] for position in facts.passing])
         summed, summing_bytes = self._read_several_times(inputs, passing)
         program.items.append(
@@ -690,7 +698,8 @@ class Lowering:
                 inner=price.inner,
                 inner_backward=price.inner_backward,
                 saved=saved,
-                extra_bytes=extra,
+                extra_bytes=sum(extras),
+                extras=extras if self.copied else (),
                 number_bytes=numbers,
                 unit=unit,
             )
@@ -820,18 +829,18 @@ class Lowering:
 
     def _saved(
         self, kept: Sequence[Saved], node: Node, inputs: list[int], outputs: list[int]
-    ) -> tuple[tuple[int, ...], int, int]:
-        """The storages that autograd keeps alive for this operator, further bytes, and those of numbers."""
+    ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """The storages that autograd keeps alive for this operator, bytes of each extra, and those of numbers."""
         values = dict(zip((*node.operands, *node.results), (*inputs, *outputs), strict=True))
-        storages, extra, numbers = [], 0, 0
+        storages, extras, numbers = [], list[int](), 0
         for one in kept:
             if not isinstance(one, Extra):
                 storages.append(self.program.values[values[one]].storage)
             elif one.is_number:
                 numbers += one.itemsize
             else:
-                extra += one.num_bytes(self.program.values[values[one.like]].shape)
-        return tuple(dict.fromkeys(storages)), extra, numbers
+                extras.append(one.num_bytes(self.program.values[values[one.like]].shape))
+        return tuple(dict.fromkeys(storages)), tuple(extras), numbers
 
     # Branches ----------------------------------------
 
@@ -916,6 +925,17 @@ class Lowering:
         """Notes where an item runs again, as far as recomputation asks for it."""
         if self.again and self.trains:
             self.calls.append((number, call))
+
+    def _note_copied(self, number: int, scope: Scope) -> None:
+        """Notes in which call an item runs of which something is copied out."""
+        if self.copied:
+            self.copied_calls.append((number, call_of(scope, self.copied)))
+
+    def _mark_copied(self) -> None:
+        """Numbers these calls."""
+        numbers = number_calls(call for _, call in self.copied_calls)
+        for (number, _), call in zip(self.copied_calls, numbers, strict=True):
+            self.program.items[number].copied_call = call
 
     def _reading_scope(self, tensor: str, target: Placement) -> Scope:
         """The innermost module call that holds all readers of a conversion, which is where the emitter writes it."""
