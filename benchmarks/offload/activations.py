@@ -5,7 +5,7 @@
 Each case is a model and a template of `benchmarks.accuracy.pairs`, planned with and without `offload="activations"`,
 under links of several rates, which the profile states and the runtime delays copies to. A round times some steps of
 each program between two barriers, in turn; a program's step is the median of the third of its rounds in which others
-used least of the cores, and its ratio that of the steps with copies over those without. Peaks are those of torch's own
+used least of the cores (ranks are in the real-time class, where the system allows that), and its ratio that of the steps with copies over those without. Peaks are those of torch's own
 allocations in one step more (`benchmarks.accuracy.lifetimes`), on the fuller rank; what is on the host is no part.
 """
 
@@ -19,6 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,6 +151,7 @@ def run_rank(rank: int, port: int, programs: Sequence[Program], folder: Path, ro
             peaks[program] = alone.peak_bytes()
             del alone
         trainers = {program: Trainer(program, folder) for program in own}
+        in_real_time()
         times: dict[Program, list[tuple[float, float]]] = {program: [] for program in own}
         for trainer in trainers.values():
             trainer.step()
@@ -163,6 +165,13 @@ def run_rank(rank: int, port: int, programs: Sequence[Program], folder: Path, ro
             (folder / "measured.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def in_real_time() -> None:
+    """Puts all threads of this process before those of other programs, where the system allows that."""
+    for name in os.listdir("/proc/self/task"):
+        with suppress(PermissionError, ProcessLookupError):
+            os.sched_setscheduler(int(name), os.SCHED_RR, os.sched_param(1))
 
 
 # The page ----------------------------------------
