@@ -18,10 +18,12 @@ from autopar.by_hand import template_of_graph
 from autopar.clock import interrupts_caught
 from autopar.collector import without_collector
 from autopar.contexts import by_price, for_sequences, with_contexts
+from autopar.copied import COPIES, check_goes_alone, copies_of, one_copy, under_algorithm, with_copies
 from autopar.cost.memory import optimizer_of
 from autopar.driver import Context, search
 from autopar.emit import emit
 from autopar.errors import PlanError
+from autopar.ir.algorithm import Algorithm, parse_algorithm, split_copies
 from autopar.ir.constraint import Constraint, require_matches
 from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
@@ -61,7 +63,7 @@ from autopar.rewrites import graph_of, under_routing, with_causal_attention
 from autopar.running import checked_runs, running
 from autopar.shapes import under_plan
 from autopar.simulate import Timeline, predict
-from autopar.step import simulated_step, with_simulator
+from autopar.step import met, simulated_again, simulated_step, with_simulator
 from autopar.template import check_context, check_hsdp, check_offload, longest_sequence, template_axes, template_ranks
 from autopar.trace import held_against_eager, trace, with_loss
 from autopar.tunables import LONG_SEQUENCE
@@ -115,6 +117,7 @@ def parallelize(
     pad: Mapping[str, float] | None = None,
     part: bool = False,
     runs: str = "eager",
+    algorithm: str | None = None,
 ) -> PlannedProgram:
     """Turns a single-device model into the fastest sharded program for a mesh that the search finds.
 
@@ -131,8 +134,11 @@ def parallelize(
     changes the loss or a gradient. part: the model is a part of one, such as a tower, that a loop of the user's own
     calls as a module: its forward returns any tensors, and `program.build()` a module whose outputs and inputs have
     gradients (`runtime.part`). Of one stage, in one microbatch. runs: "eager", "compiled" (train.py calls
-    `rank.compile()`), or "either": the one that is predicted to be faster; a plan that is given says it itself. Ctrl-C
-    ends a search with the best plan so far. Raises AutoparError subclasses; InfeasibleError when nothing fits.
+    `rank.compile()`), or "either": the one that is predicted to be faster; a plan that is given says it itself.
+    algorithm: trains copies of the parameters that meet otherwise than by the sum of their gradients, and so not as one
+    device does: "local_sgd(8)", "local_sgd(8, after=100)" or "adasum" (`ir.algorithm`), each with copies=N, by default one a
+    node, or one a device of one node. A copy is planned for its devices and its part of the batch. Ctrl-C ends a search
+    with the best plan so far. Raises AutoparError subclasses; InfeasibleError when nothing fits.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, constraints=constraints,
@@ -142,6 +148,10 @@ def parallelize(
     memory_limit_of(memory_limit)  # refused before the model is traced
     optimizer_of(optimizer)
     checked_runs(runs)
+    wanted, num_copies = split_copies(algorithm)
+    if wanted is not None:
+        parse_algorithm(wanted, COPIES)
+        check_goes_alone(algorithm, {"plan": plan, "part": part or None, "pad": pad, "shapes": shapes or None})
     if part:
         loss_fn, constraints = (
             stand_in_loss(loss_fn, mode, {"shapes": shapes, "pad": pad}),
@@ -158,7 +168,10 @@ def parallelize(
         request = Request(mesh, mode, optimizer, limit, tuple(constraints), budget, precision, allow=tuple(allow))
         with interrupts_caught():
             graph, steps = under_routing(graph, routing, optimizer)
-            graph, plan = planned_jointly(graph, request, progress, ended)
+            if wanted is None:
+                graph, plan = planned_jointly(graph, request, progress, ended)
+            else:
+                graph, plan = planned_in_copies(graph, request, parse_algorithm(wanted, COPIES), num_copies, progress)
         plan = replace(plan, allow=request.allow, routing=routing, substitutions=(*steps, *plan.substitutions))
         plan = running(plan, graph, runs, limit)
     elif str(plan.mesh) != str(mesh):
@@ -193,7 +206,7 @@ def _under(routing: Routing | None, plan: Plan, graph: Graph) -> tuple[Graph, Pl
     plan = replace(plan, routing=routing)
     graph = graph_of(plan, graph)
     check_plan(graph, plan)
-    return graph, with_odds(replace(plan, predicted=predict(simulated_step(graph, plan))), graph)
+    return graph, with_odds(met(graph, replace(plan, predicted=predict(simulated_step(graph, plan)))), graph)
 
 
 @without_collector()
@@ -213,6 +226,20 @@ def planned_jointly(
         told = (*told, *ways)
     graph, plan = search(PASSES, graph, Context(request, progress, ended or reporting_passes(progress)))
     return graph, replace(plan, substitutions=(*causal, *told, *plan.substitutions))
+
+
+def planned_in_copies(
+    graph: Graph, request: Request, algorithm: Algorithm, count: int | None = None, progress: Report | None = None
+) -> tuple[Graph, Plan]:  # fmt: skip
+    """A plan of copies that meet by an algorithm, with the graph it is for: the fastest that fits of one copy, on its
+    devices and its part of the batch, for each. count: of copies. Raises like `parallelize`."""
+    graph, causal = with_causal_attention(graph, request.constraints)
+    mesh, count = request.mesh, count or copies_of(request.mesh)
+    own = one_copy(graph, mesh, count, algorithm)
+    rules = (*request.constraints, Constraint(stages=1))
+    plan = planned(own, replace(request, mesh=mesh.part(range(mesh.num_devices // count)), constraints=rules), progress)
+    plan = simulated_again(with_copies(graph, plan, mesh, count, algorithm), graph)
+    return graph, replace(with_odds(plan, graph), substitutions=causal)
 
 
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
@@ -236,7 +263,7 @@ def template_plan(
     schedule: str = "1f1b", chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False,
     zero: int = 0, hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat",
     exchange_chunks: int = 1, experts: str = "whole", replicas: int = 0, recompute: str = "none", offload: str = "none",
-    split: str = "equal", loss_fn: Callable[..., Any] | None = None, mode: str = "train",
+    split: str = "equal", algorithm: str | None = None, loss_fn: Callable[..., Any] | None = None, mode: str = "train",
     optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
     routing: Routing | None = None, check: bool = True, part: bool = False,
 ) -> Plan:  # fmt: skip
@@ -278,7 +305,9 @@ def template_plan(
     this frees, such as norms and activations.
     offload: what is kept on the host: "none", "optimizer" (what is stored of parameters, their gradients and optimizer
     state, which is updated there), "activations" (what autograd saves in each repeated block, brought back for its
-    backward pass) or "both". routing, check, part: as in `parallelize`.
+    backward pass) or "both". algorithm: how the copies of dp (with hsdp, of its groups) meet, where that is not by the
+    sum of their gradients: "local_sgd(8)", "local_sgd(8, after=100)" or "adasum" (`ir.algorithm`). routing, check,
+    part: as in `parallelize`.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, dp=dp, tp=tp, pp=pp, zero=zero,
@@ -289,6 +318,9 @@ def template_plan(
     check_context(mesh, cp, context)
     check_offload(offload, mode, mesh, optimizer)
     template_ranks(mesh, pp, chunks, schedule)
+    meets = None if algorithm is None else parse_algorithm(algorithm, "dp")
+    if meets is not None:
+        check_goes_alone(algorithm, {"part": part or None})
     if part:
         loss_fn = stand_in_loss(loss_fn, mode, {})
         require_one_piece(pp, microbatches)
@@ -305,6 +337,8 @@ def template_plan(
         experts=experts, replicas=replicas, recompute=recompute, offload=offload, split=split, mode=mode,
         optimizer=optimizer, precision=precision, memory_limit=memory_limit,
     )  # fmt: skip
+    if meets is not None:
+        plan = under_algorithm(graph, plan, meets)
     steps += (*causal, *plan.substitutions)
     return replace(plan, routing=routing, substitutions=steps, checked_against_eager=against_eager)
 
@@ -322,7 +356,7 @@ def played(
     """A plan that was read from a file, predicted anew, and its simulated step. Raises like `verify`."""
     graph = _verified_graph(plan, model, example_inputs, loss_fn)
     timeline = simulated_step(graph, plan)
-    return with_odds(replace(plan, predicted=predict(timeline)), graph), timeline
+    return with_odds(met(graph, replace(plan, predicted=predict(timeline))), graph), timeline
 
 
 @faults_told()

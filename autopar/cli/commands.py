@@ -117,6 +117,11 @@ def _planning(plan: argparse.ArgumentParser) -> None:
         help="how tokens choose experts: balanced, power_law:1.2, or a file that autopar profile --routing wrote",
     )  # fmt: skip
     plan.add_argument(
+        "--algorithm", metavar="TEXT",
+        help="copies of the parameters that meet otherwise than by the sum of gradients, so that training is not what "
+        "one device computes: local_sgd(8), local_sgd(8, after=100), adasum; of a search also with copies=4",
+    )  # fmt: skip
+    plan.add_argument(
         "--allow", choices=ALLOWED, action="append", default=[],
         help="of a search: an option that is taken by name only; offload: what a device does not hold is on the host",
     )  # fmt: skip
@@ -350,7 +355,8 @@ def _may_be_config(member: Any) -> bool:
 def _plan(options: argparse.Namespace) -> int:
     mesh, template = Mesh.parse(options.mesh), _template(options.template)
     model, inputs = load_model(options.model, options.meta)
-    asked = {name: getattr(options, name) for name in ("mode", "precision", "memory_limit", "optimizer", "routing")}
+    names = ("mode", "precision", "memory_limit", "optimizer", "routing", "algorithm")
+    asked = {name: getattr(options, name) for name in names}
     if template is not None and options.constraint:
         raise PlanError(
             "expected --template or --constraint, found both: constraints bound a search, and a template is none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from types import MappingProxyType
 
 from autopar.emit.again import made_again
@@ -186,6 +187,9 @@ def _declarations(what: _Written) -> list[str]:
         lines += link_lines(what.stage.plan)
     shares = {axis.name: axis.shares for axis in what.stage.axes if axis.shares}
     lines += [f"{INDENT}SHARES = {shares!r}"] if shares else []
+    if (algorithm := what.stage.plan.algorithm) is not None:
+        told = ", ".join(repr(value) for value in astuple(algorithm))
+        lines.append(f"{INDENT}ALGORITHM = rt.Algorithm({told})  # {algorithm}")
     if values := unsaved_text(what.graph):
         lines.append(f"{INDENT}BUFFERS = {{{values}}}")
     if not what.graph.training:

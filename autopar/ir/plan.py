@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from autopar.errors import PlanError
+from autopar.ir.algorithm import Algorithm
 from autopar.ir.faults import faults_told
 from autopar.ir.mesh import MICROBATCH, LogicalMesh, Mesh
 from autopar.ir.placement import Placement
@@ -378,6 +379,7 @@ class Plan:
     allow: tuple[str, ...] = ()  # options that the search might take, such as "offload", beside those it always may
     host_link: SimulatedLink | None = None  # where something may be on the host, and the link to it is simulated
     routing: Routing | None = None  # how tokens choose experts, where it was said; balanced where not
+    algorithm: Algorithm | None = None  # how copies of the parameters meet, where not by summed gradients
     predicted: Prediction = Prediction()
     search: SearchReport = SearchReport()
     coverage: Mapping[str, str] = field(default_factory=dict)  # operator -> "table", "registry" or why replicated

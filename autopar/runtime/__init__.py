@@ -8,6 +8,7 @@ from autopar.runtime.comm import count_bytes
 from autopar.runtime.constants import computed_once, folded
 from autopar.runtime.copying import copied_out, offloading
 from autopar.runtime.declare import (
+    Algorithm,
     Block,
     Buffer,
     Fields,
@@ -49,6 +50,7 @@ from autopar.runtime.tracing import ran
 from autopar.runtime.watch import Watch
 
 __all__ = [
+    "Algorithm",
     "Axis",
     "Block",
     "Buffer",

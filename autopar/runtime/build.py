@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime import agreement
+from autopar.runtime.copies import apart_of
 from autopar.runtime.declare import Pipeline, Program
 from autopar.runtime.ending import await_gloo_at_exit
 from autopar.runtime.host_link import HostLink
@@ -41,7 +42,8 @@ def build(
 
         return PipelineRank(program, device_mesh, device, timeout_s)
     mesh = make_rank_mesh(program.AXES, device_mesh, device, timeout_s, program.JOINED)
-    mesh = replace(mesh, shares=program.SHARES, link=HostLink(mesh.device, program.HOST_LINK))
+    link = HostLink(mesh.device, program.HOST_LINK)
+    mesh = replace(mesh, shares=program.SHARES, apart=apart_of(program), link=link)
     return rank_type(program(mesh), mesh)
 
 

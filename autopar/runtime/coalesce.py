@@ -110,8 +110,13 @@ def pack(tensors: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor]]:
     if not tensors:
         return None, []
     flat = torch.cat([t.reshape(-1) for t in tensors])
-    lengths = [t.numel() for t in tensors]
-    return flat, [part.view(t.shape) for part, t in zip(torch.split(flat, lengths), tensors, strict=True)]
+    return flat, views_of(flat, [t.shape for t in tensors])
+
+
+def views_of(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Views of a flat buffer, one after the other."""
+    lengths = [math.prod(shape) for shape in shapes]
+    return [part.view(shape) for part, shape in zip(torch.split(flat, lengths), shapes, strict=True)]
 
 
 def _columns(matrix: Tensor | None, shapes: Sequence[torch.Size]) -> list[Tensor]:

@@ -20,6 +20,17 @@ from autopar.runtime.mesh import Axis, RankMesh
 
 
 @dataclass(frozen=True, slots=True)
+class Algorithm:
+    """How copies of the parameters along an axis meet: "local_sgd" with the updates between two means, after so many
+    updates of summed gradients, or "adasum" (`copies`)."""
+
+    name: str
+    axis: str
+    period: int = 1
+    after: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A slice of a parameter of the model, which has this shape: `length` elements along `dim` from `start` on.
 
@@ -246,6 +257,7 @@ class Program(Block):
     LOSS_INDEX: ClassVar[int] = 0  # which output is the loss, where forward returns several
     OTHERS: ClassVar[tuple[type[Program], ...]] = ()  # the same for inputs of other shapes, of the same parameters
     FILLING: ClassVar[Mapping[str, float | None]] = {}  # by input, of rows that short batches are filled up with
+    ALGORITHM: ClassVar[Algorithm | None] = None  # how copies of the parameters meet, where not by summed gradients
     HOST_LINK: ClassVar[LinkRates | None] = None  # a simulated one, of CPU ranks that keep something on the host
     RAN: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # of a traced program, by module: what its statements are
 

@@ -65,7 +65,8 @@ class RankMesh:
     """All axes, outermost first. `device_mesh` is None for a program of one rank without process groups.
 
     shares: by axis, where ranks get different parts of a batch. Parameters are cut evenly, by `axes`. joint: axes of
-    several that also talk as one, by their names.
+    several that also talk as one, by their names. apart: the axis of copies of the parameters that meet otherwise than
+    by the sum of their gradients (`copies`); empty where there is none.
     """
 
     axes: tuple[Axis, ...]
@@ -75,6 +76,7 @@ class RankMesh:
     progress: Progress = field(default_factory=Progress)
     shares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     joint: Mapping[Names, Axis] = field(default_factory=dict)
+    apart: str = ""
     link: HostLink | None = None
 
     @cached_property

@@ -99,6 +99,8 @@ class ProgramState:
     ) -> None:
         self.parameters, self.buffers = dict(parameters), dict(buffers)
         self.tied, self.mesh = dict(tied), mesh
+        self.num_updates = 0  # by optimizers that have parameters of the program
+        self.has_copies = False  # whether ranks update copies of the parameters by gradients of their own
 
     def full(self, *, cpu_offload: bool) -> dict[str, Tensor]:
         """Whole tensors of parameters and persistent buffers, on every rank."""
@@ -207,7 +209,14 @@ class ProgramState:
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float, norm_type: float) -> Tensor:
-        """Scales all gradients so that their global norm is at most `max_norm`; returns the norm before."""
+        """Scales all gradients so that their global norm is at most `max_norm`; returns the norm before.
+
+        Of copies of the parameters, each by its own."""
+        if self.has_copies and self.group is not None:
+            raise ProgramError(
+                "expected copies of the parameters of one stage to clip the gradients of each by its own norm, found "
+                "several stages; take one stage a copy, or adasum, whose gradients are equal"
+            )
         grads = [stored.tensor.grad for stored in self.parameters.values() if stored.tensor.grad is not None]
         total = power(self._total_power(norm_type), 1 / norm_type).float()
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)

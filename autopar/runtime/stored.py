@@ -239,13 +239,17 @@ def slot_names(name: str, num_uses: int) -> list[str]:
 def sized_steps(
     shape: Sequence[int], stored: Sequence[AxisType], way: Sequence[TypeChange], mesh: RankMesh
 ) -> list[SizedStep]:
-    """The steps that start at a placement, on axes that really split, with the lengths of their dims."""
+    """The steps that start at a placement, on axes that really split, with the lengths of their dims.
+
+    Copies that are apart use what they have: their gradients are theirs."""
     now, steps = list(stored), []
     for step in way:
         before = _length(shape, now, step.axis, step.source, mesh)
         now[step.axis] = step.target
         after = _length(shape, now, step.axis, step.target, mesh)
-        if mesh.axes[step.axis].size > 1:
+        axis = mesh.axes[step.axis]
+        is_apart = axis.name == mesh.apart and (step.source.kind, step.target.kind) == ("I", "R")
+        if axis.size > 1 and not is_apart:
             steps.append(SizedStep(step, (before, after)))
     return steps
 

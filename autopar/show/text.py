@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from autopar.ir.algorithm import ADASUM
 from autopar.ir.exchange_table import ExchangeTable
 from autopar.ir.labels import storage_text
 from autopar.ir.mesh import LogicalMesh
@@ -47,6 +48,7 @@ def plan_text(plan: Plan) -> str:
         "coverage": f"{len(plan.coverage)} operators, {covered}",
         "checked against eager:": str(plan.checked_against_eager),
         "costs": sources_text(plan.sources),
+        "algorithm": "" if plan.algorithm is None else algorithm_text(plan),
         "allowed": ", ".join(plan.allow),
         "routing": "" if plan.routing is None else str(plan.routing),
         "rewritten": substitutions_text(plan) if plan.substitutions else "",
@@ -65,6 +67,19 @@ def plan_text(plan: Plan) -> str:
     lines += stages
     placements = ["", *_inputs(plan), *_parameters(plan)] if any(stage.axes for stage in plan.stages) else []
     return printable("\n".join([*lines, *placements]))
+
+
+def algorithm_text(plan: Plan) -> str:
+    """How copies of the parameters meet, and that this is not what one device computes."""
+    assert plan.algorithm is not None, "asked for of plans under an algorithm"
+    algorithm = plan.algorithm
+    size = next(axis.size for axis in plan.stages[0].axes if axis.name == algorithm.axis)
+    if algorithm.name == ADASUM:
+        how = "gradients of copies are combined by how far they agree"
+    else:
+        first = f"after {algorithm.after} updates of summed gradients, " if algorithm.after else ""
+        how = f"{first}copies take their mean after every {algorithm.period} updates"
+    return f"{algorithm}: {size} copies ({algorithm.axis}); {how}; not what one device computes"
 
 
 def refinement_text(plan: Plan) -> str:

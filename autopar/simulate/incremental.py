@@ -24,6 +24,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.stages import stage_graph
+from autopar.ops.copies import without_sums
 from autopar.simulate.orders import Unsupported
 from autopar.simulate.parted import PartedStage, PartlySplitStage
 from autopar.simulate.player import AS_EMITTED, Beyond, Overlap, Sums
@@ -173,14 +174,15 @@ def simulate(
     its first, which has the longest slices; where ranks are unlike, one of each kind (`unlike`).
     profile: of the devices; by the name that the mesh has for them where they are of several kinds
     (`profiler.profiles_of`). overlap: what is sent beside computation, by default as in emitted programs.
+    Of a plan whose copies of the parameters meet by an algorithm, a step in which they do not.
     Raises PlanError for a plan that lacks a redistribution.
     """
-    return Incremental(graph, profile, overlap).timeline(plan)
+    return Incremental(graph, profile, overlap).timeline(without_sums(plan))
 
 
 def simulate_whole(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile]) -> Timeline:
     """As `simulate`, each stage in one part: what the joined ones must agree with."""
-    return Incremental(graph, profile, in_parts=False).timeline(plan)
+    return Incremental(graph, profile, in_parts=False).timeline(without_sums(plan))
 
 
 def ranks_differ(plan: Plan) -> bool:
