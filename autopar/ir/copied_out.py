@@ -79,8 +79,8 @@ def _check_beside(plan: Plan) -> None:
         )
     if plan.algorithm is not None:
         raise PlanError(
-            f"expected gradients that are summed to copy activations out, found {plan.algorithm}; plan without algorithm, "
-            f"{_INSTEAD}"
+            f"expected gradients that are summed to copy activations out, found {plan.algorithm}; plan without "
+            f"algorithm, {_INSTEAD}"
         )
     if plan.runs != EAGER:
         raise PlanError(

@@ -1,12 +1,13 @@
 """Activations that wait on the host, on two gloo ranks of one thread each: predicted beside measured steps and peaks.
 
-    python -m benchmarks.offload.activations [--cases gpt-small/dp …] [--links 1e9 …] [--rounds 5] [--steps 2] [--page FILE]
+    python -m benchmarks.offload.activations [--cases gpt-small/dp …] [--links 1e9 …] [--rounds 5] [--page FILE]
 
 Each case is a model and a template of `benchmarks.accuracy.pairs`, planned with and without `offload="activations"`,
 under links of several rates, which the profile states and the runtime delays copies to. A round times some steps of
-each program between two barriers, in turn; a program's step is the median of the third of its rounds in which others
-used least of the cores (ranks are in the real-time class, where the system allows that), and its ratio that of the steps with copies over those without. Peaks are those of torch's own
-allocations in one step more (`benchmarks.accuracy.lifetimes`), on the fuller rank; what is on the host is no part.
+each program between two barriers, in turn; ranks are in the real-time class, where the system allows that. A program's
+step is the median of the third of its rounds in which others used least of the cores, and its ratio that of the steps
+with copies over those without. Peaks are those of torch's own allocations in one step more
+(`benchmarks.accuracy.lifetimes`), on the fuller rank; what is on the host is no part.
 """
 
 from __future__ import annotations
