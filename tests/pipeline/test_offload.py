@@ -158,6 +158,8 @@ def test_what_cannot_be_on_the_host_is_refused() -> None:
     odd = replace(stage, storage={**stage.storage, name: replace(stage.storage[name], on_host=True)})
     with pytest.raises(PlanError, match=r"trained on the host, found layers\.0\.weight"):
         autopar.parallelize(model, GPU, batch, plan=replace(plan, stages=(odd,)), check=False)
+    with pytest.raises(PlanError, match="copies that meet by an algorithm; keep it on the device"):
+        planned(dp=2, offload="optimizer", algorithm="adasum")
     mixed = autopar.Mesh([("h100", 1, 1), ("a100", 1, 1)])
     with pytest.raises(PlanError, match="devices of one kind with offload='optimizer'"):
         planned(mixed, dp=2, offload="optimizer")
