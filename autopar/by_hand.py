@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from autopar.contexts import for_sequences
 from autopar.cost.exchanges import placed_experts, priced_tables
+from autopar.cost.profile import host_of
 from autopar.cost.slices import PlacedSlices, sliced_tables
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.expert_parallel import (
@@ -22,6 +23,7 @@ from autopar.expert_parallel import (
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.offload import NOT_OFFLOADED
 from autopar.ir.plan import Plan, Substitution
 from autopar.microbatch import batch_types, check_plan, divided_graph
 from autopar.odds import with_odds
@@ -67,6 +69,8 @@ def template_of_graph(
     check_replicas(replicas, ep, exchange, experts)
     check_context(mesh, cp, context)
     check_offload(offload, mode, mesh, optimizer)
+    if offload != NOT_OFFLOADED:
+        host_of(load_profile(mesh.profile))
     graph, told = for_sequences(graph, ring=context == "ring") if cp > 1 else (graph, ())
     graph, in_parts = in_chunks(graph, exchange_chunks)
     graph, replicated = with_replicas(graph, replicas)

@@ -236,8 +236,8 @@ def planned_in_copies(
     graph, causal = with_causal_attention(graph, request.constraints)
     mesh, count = request.mesh, count or copies_of(request.mesh)
     own = one_copy(graph, mesh, count, algorithm)
-    rules = (*request.constraints, Constraint(stages=1))
-    plan = planned(own, replace(request, mesh=mesh.part(range(mesh.num_devices // count)), constraints=rules), progress)
+    rules, part = (*request.constraints, Constraint(stages=1)), mesh.part(range(mesh.num_devices // count))
+    plan = planned(own, replace(request, mesh=part, constraints=rules, allow=()), progress)  # nothing on the host
     plan = simulated_again(with_copies(graph, plan, mesh, count, algorithm), graph)
     return graph, replace(with_odds(plan, graph), substitutions=causal)
 

@@ -234,7 +234,7 @@ class Place:
     @property
     def _storages(self) -> Callable[[Tensor, LogicalMesh], list[Storage]]:
         microbatches, request = self.part.microbatches, self.request
-        if request.mode != "train" or not request.may_offload_state:
+        if request.mode != "train" or not request.may_offload_state or self.profile.beside is None:
             return partial(storage_options, microbatches=microbatches)
         must = request.offload in (OPTIMIZER, BOTH)
         return partial(storage_options, microbatches=microbatches, may_offload=True, must_offload=must)

@@ -77,6 +77,11 @@ def _check_beside(plan: Plan) -> None:
             f"expected devices of one kind with equal shares to copy activations out, found {plan.mesh}; take such a "
             f"mesh, {_INSTEAD}"
         )
+    if plan.algorithm is not None:
+        raise PlanError(
+            f"expected gradients that are summed to copy activations out, found {plan.algorithm}; plan without "
+            f"algorithm, {_INSTEAD}"
+        )
     if plan.runs != EAGER:
         raise PlanError(
             f'expected a program that runs eagerly to copy activations out, found runs="{plan.runs}"; take '

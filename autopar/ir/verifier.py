@@ -72,10 +72,12 @@ def _verify_stage(graph: Graph, stage: StagePlan, admits: Admits) -> None:
     if crossing := sorted(tensors_again(graph, stage.recompute) & {*graph.received, *graph.sent}):
         raise PlanError(f"expected stages to keep what they send, found {crossing[0]} computed again")
     check_forks(graph, stage)
-    if (stage.forks or any(axis.shares for axis in stage.axes)) and (found := stored_on_host(stage)):
+    is_unlike = bool(stage.forks) or any(axis.shares for axis in stage.axes) or stage.plan.algorithm is not None
+    if is_unlike and (found := stored_on_host(stage)):
         raise PlanError(
-            f"expected equal ranks that all run the same with parameters on the host, found {found[0]} there, and "
-            "branches or unequal shares of the batch; keep it on the device"
+            f"expected equal ranks that all run the same, with gradients that are summed, where parameters are on the "
+            f"host, found {found[0]} there, and branches, unequal shares of the batch or copies that meet by an "
+            "algorithm; keep it on the device"
         )
     placements, branched = _sources(graph, stage), homes(stage)
     arrived = {(r.tensor, r.target) for r in stage.redistributes}

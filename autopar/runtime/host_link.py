@@ -34,7 +34,7 @@ class LinkRates:
 
 
 @dataclass(slots=True)
-class _Direction:
+class _LinkDirection:
     """When a simulated link has made all copies of a direction that were asked for; CUDA's stream."""
 
     bandwidth: float
@@ -69,7 +69,7 @@ class HostLink:
     def __init__(self, device: torch.device, rates: LinkRates | None = None) -> None:
         self.device, self.rates = device, rates
         down, up = (math.inf, math.inf) if rates is None else (rates.down_bandwidth, rates.up_bandwidth)
-        self._directions = {False: _Direction(down), True: _Direction(up)}
+        self._directions = {False: _LinkDirection(down), True: _LinkDirection(up)}
 
     def down(self, pairs: Pairs) -> HostCopy:
         """Starts to copy tensors of the device (the second of each pair) to the host."""
@@ -98,7 +98,7 @@ class HostLink:
         direction.free_ns = max(direction.free_ns, time.perf_counter_ns()) + taken_ns
         return HostCopy(is_up, direction.free_ns)
 
-    def _stream(self, direction: _Direction) -> torch.cuda.Stream:
+    def _stream(self, direction: _LinkDirection) -> torch.cuda.Stream:
         if direction.stream is None:
             direction.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call] # torch's
         return direction.stream

@@ -452,17 +452,15 @@ class Variants:
             self._stored_prices[number] = lowering.stored_price(stored[number].tensor)
         pairs = zip(self._stored_prices, stored, strict=True)
         trained = [(price, plan.storage[item.tensor].on_host) for price, item in pairs if item.requires_grad]
-        slower = self._updates_on_host_ns(sum([price.moved_bytes for price, on_host in trained if on_host]))
-        moved = sum([price.moved_bytes for price, on_host in trained if not (on_host and slower)])
+        moved = sum([price.moved_bytes for price, on_host in trained if not on_host])
+        at_host = sum([price.moved_bytes for price, on_host in trained if on_host])
         is_elementwise = optimizer_of(plan.optimizer).is_elementwise
         most = most_workspace([price.workspace for price, on_host in trained if not on_host], is_elementwise)
-        self._updated = slower + (lowering.optimizer_ns(moved, len(trained)) if moved else 0), most
-
-    def _updates_on_host_ns(self, moved_bytes: int) -> int:
-        """What updates take that the host makes, before or after the device makes its own; 0 where the device computes
-        for both."""
-        rate = host_of(self.profile).update_bandwidth if moved_bytes else None
-        return round(moved_bytes * 1e9 / rate) if rate else 0
+        rate = host_of(self.profile).update_bandwidth if at_host else None
+        if rate is None:  # the device computes for both
+            moved, at_host = moved + at_host, 0
+        calls = lowering.optimizer_ns(moved, len(trained)) if moved or at_host else 0
+        self._updated = calls + (round(at_host * 1e9 / rate) if rate else 0), most
 
     def host_bytes(self, plan: StagePlan) -> int:
         """What the stage keeps on the host: parameters, their gradients and their optimizer state."""

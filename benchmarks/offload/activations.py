@@ -1,12 +1,13 @@
 """Activations that wait on the host, on two gloo ranks of one thread each: predicted beside measured steps and peaks.
 
-    python -m benchmarks.offload.activations [--cases gpt-small/dp …] [--links 1e9 …] [--rounds 5] [--steps 2] [--page FILE]
+    python -m benchmarks.offload.activations [--cases gpt-small/dp …] [--links 1e9 …] [--rounds 5] [--page FILE]
 
 Each case is a model and a template of `benchmarks.accuracy.pairs`, planned with and without `offload="activations"`,
 under links of several rates, which the profile states and the runtime delays copies to. A round times some steps of
-each program between two barriers, in turn; a program's step is the median of the third of its rounds in which others
-used least of the cores, and its ratio that of the steps with copies over those without. Peaks are those of torch's own
-allocations in one step more (`benchmarks.accuracy.lifetimes`), on the fuller rank; what is on the host is no part.
+each program between two barriers, in turn; ranks are in the real-time class, where the system allows that. A program's
+step is the median of the third of its rounds in which others used least of the cores, and its ratio that of the steps
+with copies over those without. Peaks are those of torch's own allocations in one step more
+(`benchmarks.accuracy.memory`), on the fuller rank of others; what is on the host is no part.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,12 +32,13 @@ import autopar
 from autopar import runtime
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
+from autopar.program import model_state
 from benchmarks.accuracy.cpu import busy_seconds
-from benchmarks.accuracy.lifetimes import live_storages, track
-from benchmarks.accuracy.memory import own_shard
+from benchmarks.accuracy.memory import measure_rank, own_shard
 from benchmarks.accuracy.pairs import TEMPLATES, WORLD, build_model, traced
 from benchmarks.facts import facts
 from benchmarks.runtime.run import free_port
+from tests.rank_pool import RankPool
 
 CASES = ("gpt-small/dp", "gpt-long/zero3", "llama-small/tp", "bert-small/dp", "wide_resnet-small/zero3")
 LINKS = (4e9, 1e9, 2.5e8)
@@ -93,6 +96,17 @@ def source_of(program: Program, folder: Path) -> Path:
     return folder / f"{str(program).replace('/', ' ')}.py"
 
 
+def peak_bytes(program: Program, folder: Path) -> int:
+    """Of a step, on the fuller rank; in processes of its own."""
+    model, batch = build_model(program.case.partition("/")[0])
+    ranks = RankPool(WORLD, timeout_s=600)
+    try:
+        found = ranks.run(measure_rank, source_of(program, folder).read_text(), model_state(model) or {}, batch)
+    finally:
+        ranks.stop()
+    return max(lifetimes.peak_bytes for lifetimes, _ in found)
+
+
 # The ranks ----------------------------------------
 
 
@@ -103,7 +117,6 @@ class Trainer:
         from autopar.program import load_source
 
         model, batch = build_model(program.case.partition("/")[0])
-        self.known = live_storages()
         self.rank = runtime.build(load_source(source_of(program, folder).read_text()).Program)
         self.rank.init_from(model, broadcast=False)
         self.optimizer = torch.optim.AdamW(self.rank.parameters(), lr=1e-4)
@@ -127,11 +140,6 @@ class Trainer:
         others = (busy_seconds() - busy - together.item()) / longest.item() / (os.cpu_count() or 1)
         return longest.item() / steps * 1e9, max(0.0, others)
 
-    def peak_bytes(self) -> int:
-        peak = torch.tensor([track(self.step, self.known).peak_bytes])
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
-        return int(peak.item())
-
 
 def run_rank(rank: int, port: int, programs: Sequence[Program], folder: Path, rounds: int, steps: int) -> None:
     """Measures all programs, case by case."""
@@ -143,13 +151,8 @@ def run_rank(rank: int, port: int, programs: Sequence[Program], folder: Path, ro
     found: dict[str, Any] = {}
     for case in dict.fromkeys(program.case for program in programs):
         own = [program for program in programs if program.case == case]
-        peaks = {}
-        for program in own:
-            alone = Trainer(program, folder)
-            alone.step()
-            peaks[program] = alone.peak_bytes()
-            del alone
         trainers = {program: Trainer(program, folder) for program in own}
+        in_real_time()
         times: dict[Program, list[tuple[float, float]]] = {program: [] for program in own}
         for trainer in trainers.values():
             trainer.step()
@@ -157,12 +160,19 @@ def run_rank(rank: int, port: int, programs: Sequence[Program], folder: Path, ro
             for program, trainer in trainers.items():
                 times[program].append(trainer.timed(steps))
         for program in own:
-            found[str(program)] = {"peak_bytes": peaks[program], "times": times[program]}
+            found[str(program)] = times[program]
         if rank == 0:
             print(f"measured {case}", flush=True)
             (folder / "measured.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def in_real_time() -> None:
+    """Puts all threads of this process before those of other programs, where the system allows that."""
+    for name in os.listdir("/proc/self/task"):
+        with suppress(PermissionError, ProcessLookupError):
+            os.sched_setscheduler(int(name), os.SCHED_RR, os.sched_param(1))
 
 
 # The page ----------------------------------------
@@ -174,7 +184,9 @@ def step_of(times: Sequence[tuple[float, float]]) -> float:
     return statistics.median(ns for ns, _ in quiet)
 
 
-def rows(programs: Sequence[Program], told: dict[Program, Told], measured: dict[str, Any]) -> list[str]:
+def rows(
+    programs: Sequence[Program], told: dict[Program, Told], peaks: dict[Program, int], measured: dict[str, Any]
+) -> list[str]:
     """A table in Markdown."""
     lines = [
         "| program | step, predicted | measured | off | × without copies, predicted | measured | off | "
@@ -183,9 +195,9 @@ def rows(programs: Sequence[Program], told: dict[Program, Told], measured: dict[
     ]
     for program in programs:
         plain = program._replace(link=None)
-        ns, base = (step_of(measured[str(one)]["times"]) for one in (program, plain))
+        ns, base = (step_of(measured[str(one)]) for one in (program, plain))
         wanted, ratio, real = told[program].step_ns, told[program].step_ns / told[plain].step_ns, ns / base
-        peak = measured[str(program)]["peak_bytes"]
+        peak = peaks[program]
         over = " **above**" if peak > told[program].peak_bytes else ""
         lines.append(
             f"| {program} | {wanted / 1e6:.1f} ms | {ns / 1e6:.1f} ms | {wanted / ns - 1:+.1%} | {ratio:.2f} | "
@@ -208,9 +220,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         told = {program: write(program, folder) for program in programs}
+        peaks = {program: peak_bytes(program, folder) for program in programs}
         mp.spawn(run_rank, (free_port(), programs, folder, options.rounds, options.steps), nprocs=WORLD)  # type: ignore[no-untyped-call] # torch's
         measured = json.loads((folder / "measured.json").read_text())
-    text = "\n".join([*rows(programs, told, measured), "", *(f"{k}: {v}  " for k, v in facts(__spec__.name).items())])
+    text = "\n".join(
+        [*rows(programs, told, peaks, measured), "", *(f"{k}: {v}  " for k, v in facts(__spec__.name).items())]
+    )
     print(text)
     if options.page:
         options.page.write_text(text + "\n")

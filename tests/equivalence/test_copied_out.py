@@ -62,6 +62,20 @@ def test_program_equals_the_same_without_copies_bit_for_bit(model_name: str, cho
         assert all(torch.equal(gradients[name], value) for name, value in plain_gradients.items())
 
 
+def test_state_and_activations_wait_together() -> None:
+    """Parameters, gradients and optimizer state on the host beside activations."""
+    model, batch = zoo.build("gpt")
+    plain = planned.template("gpt", dp=2, microbatches=2)
+    plan = planned.template("gpt", dp=2, microbatches=2, offload="both")
+    assert plan.copied_out and all(storage.on_host for storage in plan.stage.storage.values())
+    assert plan.predicted.peak_bytes < plain.predicted.peak_bytes
+    sources = [planned.program("gpt", one).source for one in (plain, plan)]
+    runs = [pool(2).run(copying_out.losses_and_gradients, source, state_of(model), batch) for source in sources]
+    for (loss, gradients), (plain_loss, plain_gradients) in zip(runs[1], runs[0], strict=True):
+        assert torch.equal(loss, plain_loss)
+        assert all(torch.equal(gradients[name], value) for name, value in plain_gradients.items())
+
+
 def test_dropout_and_recomputed_blocks_beside() -> None:
     """Masks wait on the host as well; a block that is computed again lies between two that are copied out."""
     model, batch = dropped_gpt()

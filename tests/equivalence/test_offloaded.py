@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.plan import Plan
+from autopar.pipeline import played
 from autopar.program import model_state
 from models import gpt, llama
 from tests.equivalence.offloaded import Trained, accumulate, save_and_load, step_whole, train
@@ -94,6 +96,17 @@ def test_a_model_whose_state_is_four_times_what_its_ranks_have_is_trained() -> N
     assert program.plan.predicted.peak_bytes <= limit
     found = pool(2).run(train, program.source, model_state(model), batch, STEPS)
     assert max(one.peak_bytes for one in found) <= program.plan.predicted.peak_bytes
+    stages = [
+        replace(stage, storage={name: replace(kept, on_host=False) for name, kept in stage.storage.items()})
+        for stage in program.plan.stages
+    ]
+    twin, _ = played(replace(program.plan, stages=tuple(stages)), model, batch)
+    assert twin.predicted.peak_bytes > 2 * limit
+    source = autopar.parallelize(model, mesh, batch, plan=twin, check=False).source
+    on_device = pool(2).run(train, source, model_state(model), batch, STEPS)
+    for a, b in zip(on_device, found, strict=True):
+        assert a.losses == b.losses and a.norms == b.norms
+        assert all(torch.equal(weight, b.weights[key]) for key, weight in a.weights.items())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(STEPS):

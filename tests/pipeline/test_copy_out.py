@@ -19,6 +19,7 @@ from autopar.cost.profile import profile_to_json
 from autopar.cost.provenance import Provenance
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
+from autopar.microbatch import check_plan
 from autopar.pipeline import template_of_graph
 from autopar.profiler import template_profile
 from autopar.trace import trace
@@ -73,3 +74,14 @@ def test_chosen_where_allowed_and_faster_than_computing_again(mesh: autopar.Mesh
 def test_nothing_is_copied_where_memory_does_not_ask_for_it(mesh: autopar.Mesh) -> None:
     free = searched(mesh, None, "offload")
     assert not free.copied_out and free.stages == searched(mesh, None).stages
+
+
+def test_stages_copy_out_instead_of_computing_again(mesh: autopar.Mesh) -> None:
+    """Of two stages; the plan found is well typed, within the limit, and no slower."""
+    free = searched(mesh, None, stages=2)
+    limit = round(0.5 * free.predicted.peak_bytes)
+    plain, allowed = searched(mesh, limit, stages=2), searched(mesh, limit, "offload", stages=2)
+    assert not plain.copied_out
+    assert allowed.predicted.peak_bytes <= limit and allowed.predicted.step_time_ns <= plain.predicted.step_time_ns
+    assert allowed.copied_out or allowed.predicted.step_time_ns == plain.predicted.step_time_ns
+    check_plan(graph(), allowed)
