@@ -126,7 +126,8 @@ def _coded(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of blocks in bytes, those of a row's scales after its values; and what they leave out."""
     blocks = rows.view(rows.size(0), -1, BLOCK)
     scales = blocks.abs().amax(-1, keepdim=True).div_(_LEVELS)
-    steps = torch.where(scales > 0, 1 / scales, scales)
+    scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)  # what has no inverse is left out
+    steps = torch.where(scales > 0, 1 / scales, 0.0)
     values = (blocks * steps).round_().clamp_(-_LEVELS, _LEVELS)
     left = blocks - values * scales
     told = [values.to(torch.int8).flatten(1), scales.flatten(1).contiguous().view(torch.int8)]

@@ -3,9 +3,10 @@
     python -m benchmarks.compression.run [--steps 200] [--ranks 2] [--output benchmarks/compression]
 
 Run from the root of the repository, on gloo ranks. A GPT is trained on bytes of the Python standard library's sources,
-another batch in each step, the same ones under each algorithm. Sent bytes are those on the wire: of a ring, 2 (n - 1) / n of an
-all-reduce's buffer, (n - 1) / n of an all-to-all's and of what an all-gather makes. Writes results.md, and ends with
-status 1 where bytes are not as predicted, fewer than three times less, or a loss is outside of the band.
+another batch in each step, the same ones under each algorithm. Sent bytes are those on the wire: of a ring,
+2 (n - 1) / n of an all-reduce's buffer, (n - 1) / n of an all-to-all's and of what an all-gather makes. Writes
+results.md, and ends with status 1 where bytes are not as predicted, fewer than three times less, or a loss is outside
+of the band.
 """
 
 from __future__ import annotations

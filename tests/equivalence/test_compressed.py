@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import autopar
+from autopar.runtime.compressing import _coded, _decoded
 from tests.equivalence.compressed import summed_on_ranks, trained_in_fewer_bits
 from tests.equivalence.test_algorithms import case, program_of
 from tests.rank_pool import pool
@@ -33,6 +34,18 @@ def test_what_is_applied_and_what_is_left_add_up_to_the_exact_sums(kind: str, wo
     assert left == pytest.approx(float(missing.double().sum()), abs=1e-2)
     norm = torch.stack(exact).norm()
     assert 0 < (torch.stack(applied) - torch.stack(exact)).norm() / norm < (0.016 if kind == "int8" else 1.5)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-44, 1e-39, 1e-37, 1e-3, 1e30])
+def test_values_of_any_size_are_coded(scale: float) -> None:
+    """Those too small to have a scale are left out whole; NaN and infinity stay to be seen."""
+    rows = torch.randn(2, 512, generator=torch.Generator().manual_seed(0)) * scale
+    coded, left = _coded(rows)
+    decoded = _decoded(coded)
+    assert coded.shape == (2, 512 + 8) and decoded.isfinite().all()
+    torch.testing.assert_close(decoded + left.view(2, -1), rows)
+    assert left.abs().max() <= max(rows.abs().max() / 127, torch.finfo(torch.float32).tiny * 127)
+    assert _decoded(_coded(torch.full((1, 256), float("nan")))[0]).isnan().all()
 
 
 @pytest.mark.ranks
