@@ -43,8 +43,9 @@ def _are_whole(value: Any) -> bool:
     return value is None or (isinstance(value, Sequence) and bool(value) and all(map(_is_whole, value)))
 
 
-ALLOWED = ("offload",)
-"""What a search prices only where it is allowed by name: tensors kept on the host."""
+ALLOWED = ("offload", "compression")
+"""What a search prices only where it is allowed by name: tensors kept on the host; gradients summed in fewer bits,
+which is not what one device computes."""
 
 
 def _are_allowed(value: Any) -> bool:

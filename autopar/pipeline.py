@@ -18,7 +18,7 @@ from autopar.by_hand import template_of_graph
 from autopar.clock import interrupts_caught
 from autopar.collector import without_collector
 from autopar.contexts import by_price, for_sequences, with_contexts
-from autopar.copied import COPIES, check_goes_alone, copies_of, one_copy, under_algorithm, with_copies
+from autopar.copied import COPIES, check_goes_alone, copies_of, in_fewer_bits, one_copy, under_algorithm, with_copies
 from autopar.cost.memory import optimizer_of
 from autopar.driver import Context, search
 from autopar.emit import emit
@@ -122,19 +122,20 @@ def parallelize(
     """Turns a single-device model into the fastest sharded program for a mesh that the search finds.
 
     example_inputs: one global batch (real or meta tensors). memory_limit: bytes a device. allow: options that are taken
-    by name only: "offload" lets a plan keep on the host what a device does not hold, by its price. routing: how tokens
-    choose experts, balanced where it is not said; time is then a mean, with its 99th percentile beside it, and memory
-    that of the 99th percentile. plan: a saved plan, used after validation instead of a search; its mode is taken too,
-    and its routing, unless another is given, under which it is predicted anew. check: whether the traced graph is run
-    beside the model where it has real weights, once for each graph of a model; the plan says what came of it, and a
-    difference is a TraceError. shapes: further shapes of inputs that the program runs under the same placements, such
-    as a short last batch and bucketed lengths: each as example_inputs, with tuples of lengths for tensors; what it
-    leaves out is as there. One that the plan does not hold for is a PlanError. pad: by input, the value of rows that
-    count for nothing, such as {"labels": -100}: batches of fewer rows are filled up with such; a PlanError where that
-    changes the loss or a gradient. part: the model is a part of one, such as a tower, that a loop of the user's own
-    calls as a module: its forward returns any tensors, and `program.build()` a module whose outputs and inputs have
-    gradients (`runtime.part`). Of one stage, in one microbatch. runs: "eager", "compiled" (train.py calls
-    `rank.compile()`), or "either": the one that is predicted to be faster; a plan that is given says it itself.
+    by name only: "offload" lets a plan keep on the host what a device does not hold, by its price; "compression" lets
+    it sum gradients in 8 bits where that is faster (`algorithm="int8"`), which is not what one device computes.
+    routing: how tokens choose experts, balanced where it is not said; time is then a mean, with its 99th percentile
+    beside it, and memory that of the 99th percentile. plan: a saved plan, used after validation instead of a search;
+    its mode is taken too, and its routing, unless another is given, under which it is predicted anew. check: whether
+    the traced graph is run beside the model where it has real weights, once for each graph of a model; the plan says
+    what came of it, and a difference is a TraceError. shapes: further shapes of inputs that the program runs under the
+    same placements, such as a short last batch and bucketed lengths: each as example_inputs, with tuples of lengths for
+    tensors; what it leaves out is as there. One that the plan does not hold for is a PlanError. pad: by input, the
+    value of rows that count for nothing, such as {"labels": -100}: batches of fewer rows are filled up with such; a
+    PlanError where that changes the loss or a gradient. part: the model is a part of one, such as a tower, that a loop
+    of the user's own calls as a module: its forward returns any tensors, and `program.build()` a module whose outputs
+    and inputs have gradients (`runtime.part`). Of one stage, in one microbatch. runs: "eager", "compiled" (train.py
+    calls `rank.compile()`), or "either": the one that is predicted to be faster; a plan that is given says it itself.
     algorithm: trains copies of the parameters that meet otherwise than by the sum of their gradients, and so not as one
     device does: "local_sgd(8)", "local_sgd(8, after=100)" or "adasum" (`ir.algorithm`), each with copies=N, by default
     one a node, or one a device of one node. A copy is planned for its devices and its part of the batch. Ctrl-C ends a
@@ -174,6 +175,7 @@ def parallelize(
                 graph, plan = planned_in_copies(graph, request, parse_algorithm(wanted, COPIES), num_copies, progress)
         plan = replace(plan, allow=request.allow, routing=routing, substitutions=(*steps, *plan.substitutions))
         plan = running(plan, graph, runs, limit)
+        plan = in_fewer_bits(graph, plan) if "compression" in allow else plan
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     else:

@@ -72,12 +72,12 @@ def met(graph: Graph, plan: Plan) -> Plan:
         kind: told.comm_bytes.get(kind, 0) + -(-sent.get(kind, 0) // algorithm.period)
         for kind in sorted({*told.comm_bytes, *sent})
     }
-    seen = max(one.sample_bytes for one in found)
+    held = max(one.kept_bytes for one in found)
     kept = sum(told.memory.get(kind, 0) for kind in ("parameters", "optimizer", "constants", "inputs", "buffers"))
-    meeting_bytes = kept + max(one.gradient_bytes + one.buffer_bytes + one.sample_bytes for one in found)
+    meeting_bytes = kept + max(one.gradient_bytes + one.buffer_bytes + one.kept_bytes for one in found)
     each_ns = -(-slowest // algorithm.period)
     parts = replace(told.breakdown, exposed_communication_ns=told.breakdown.exposed_communication_ns + each_ns)
     return replace(plan, predicted=replace(
         told, step_time_ns=told.step_time_ns + each_ns, comm_bytes=counts, breakdown=parts,
-        peak_bytes=max(told.peak_bytes + seen, meeting_bytes),
+        peak_bytes=max(told.peak_bytes + held, meeting_bytes),
     ))  # fmt: skip

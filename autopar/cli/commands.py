@@ -123,7 +123,8 @@ def _planning(plan: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     plan.add_argument(
         "--allow", choices=ALLOWED, action="append", default=[],
-        help="of a search: an option that is taken by name only; offload: what a device does not hold is on the host",
+        help="of a search: an option that is taken by name only; offload: what a device does not hold is on the host; "
+        "compression: gradients are summed in 8 bits where that is faster",
     )  # fmt: skip
     plan.add_argument("--template", help="plan by hand instead of searching: dp=2,tp=2,zero=3")
     plan.add_argument(

@@ -91,12 +91,12 @@ def _check_stage(graph: Graph, stage: Stage, algorithm: Algorithm) -> None:
         if item.tensor in trained and kinds and kinds != [(I, R)]:
             way = ", ".join(f"{before} -> {after}" for before, after in kinds)
             raise refused(f"parameter {graph.stored_by_tensor[item.tensor].name} used as it is (I -> R)", way)
-        if not kinds or item.tensor in known or item.tensor in graph.stored_by_tensor:
+        if not kinds or item.tensor in known or item.tensor in graph.stored_by_tensor or algorithm.is_compressed:
             continue
         readers = [n for n, at in graph.consumers[item.tensor] if stage.nodes[n.name].operands[at] == item.target]
         if readers and not (kinds[0][0] == P and _is_summed_later(graph, item, readers)):
             raise refused("nothing exchanged that follows from parameters", f"{item.tensor}, for {_at(readers[0])}")
-    for node in graph.nodes:
+    for node in graph.nodes if not algorithm.is_compressed else ():
         forward, backward = inner_communication(graph, node, stage.nodes[node.name].operands, stage.axes)
         if any(inner.axis == axis for inner in (*forward, *backward)):
             raise refused("operators that work on the samples of their rank", _at(node))

@@ -8,7 +8,8 @@ n times their summand, for n copies, so that its mean over equal copies is the g
     adasum      gradients a and b of two copies become (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b, tensor by tensor:
                 the sum of what is orthogonal, the mean of what is equal; then two of these, until all have one
 
-Updates are seen by the parameters that they change, whatever optimizer makes them.
+Or summands are added up after all, in fewer bits (`compressing`). Updates are seen by the parameters that they change,
+whatever optimizer makes them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime import coalesce, comm
+from autopar.runtime.compressing import CompressedSum
 from autopar.runtime.declare import Algorithm, Program
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import Axis
@@ -28,6 +30,7 @@ from autopar.runtime.placement import AxisType
 from autopar.runtime.state import ProgramState
 from autopar.runtime.stored import StoredParameter, local_part
 
+COMPRESSED = ("int8", "topk", "powersgd")
 CHECKED_STEPS = 3
 """Steps before which a few values are looked at: of updates that nothing else tells of."""
 
@@ -43,6 +46,8 @@ class ParameterCopies:
     def __init__(self, algorithm: Algorithm, state: ProgramState) -> None:
         self._algorithm, self._state = algorithm, state
         state.has_copies = algorithm.name == "local_sgd"
+        is_compressed = algorithm.name in COMPRESSED
+        self._fewer_bits = CompressedSum(algorithm.name, algorithm.amount) if is_compressed else None
         self._trained = [item for item in state.parameters.values() if item.declared.requires_grad]
         self._axes = {id(item): self._axis(item) for item in self._trained}
         self._updates = self._steps = 0
@@ -58,12 +63,16 @@ class ParameterCopies:
         return [self._state.num_updates, *versions]
 
     def _some(self) -> list[Tensor]:
+        if not self._state.has_copies:
+            return []
         return [item.local.flatten()[:SAMPLED].detach().clone() for item in self._trained[:SAMPLED]]
 
     def begin_step(self) -> None:
         """Before a step's first pass: all take the mean, where it is due. Raises ProgramError in the first steps for
         updates that are seen by their values alone."""
         self._steps += 1
+        if not self._state.has_copies:
+            return
         if 1 < self._steps <= CHECKED_STEPS and self._marks() == self._seen:
             self._check_unseen()
         self._notice()
@@ -96,6 +105,10 @@ class ParameterCopies:
     def meet(self) -> None:
         """When a step's passes have ended: the gradients that these copies take."""
         own = [item for item in self._trained if item.gradient is not None]
+        if self._fewer_bits is not None:
+            for axis, items in self._by_axis(own):
+                self._fewer_bits.sum_([_gradient(item) for item in items], axis, tuple(map(id, items)))
+            return
         if self._algorithm.name == "local_sgd" and self._updates < self._algorithm.after:
             for axis, items in self._by_axis(own):
                 _sum([_gradient(item) for item in items], axis)

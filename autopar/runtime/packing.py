@@ -3,6 +3,7 @@ foretells it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple, TypeVar
 
@@ -11,6 +12,25 @@ BUCKET_BYTES = 25 << 20  # DDP's choice: large enough to reach the link's bandwi
 FIRST_BUCKET_BYTES = 1 << 20  # the first to be complete is small, so that the link is busy early
 SAMPLED = 16  # values, of so many parameters, by which updates of copies are seen that nothing else tells of
 MAX_IN_FLIGHT = 3  # buckets that hold a whole gradient while only its shard is wanted
+
+
+BLOCK = 256  # values that share a scale, where gradients are sent in 8 bits
+
+
+def padded_length(count: int, ranks: int) -> int:
+    """Of a buffer that is sent in 8 bits: whole blocks for each rank."""
+    return -(-count // (ranks * BLOCK)) * ranks * BLOCK
+
+
+def num_kept(count: int, share: float) -> int:
+    """How many of the values are sent, of the largest."""
+    return max(1, round(count * share))
+
+
+def compressed_matrix(shape: tuple[int, ...], rank: int) -> int:
+    """The rank in which a gradient of that shape is sent; 0 where it is none of a matrix, or no smaller so."""
+    rows, columns = shape[0] if shape else 1, math.prod(shape[1:])
+    return rank if len(shape) > 1 and 2 * rank * (rows + columns) <= rows * columns else 0
 
 
 class BucketSizes(NamedTuple):

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from autopar.ir.algorithm import ADASUM
+from autopar.ir.algorithm import ADASUM, INT8, INT8_ERROR
 from autopar.ir.exchange_table import ExchangeTable
 from autopar.ir.labels import storage_text
 from autopar.ir.mesh import LogicalMesh
@@ -74,7 +74,10 @@ def algorithm_text(plan: Plan) -> str:
     assert plan.algorithm is not None, "asked for of plans under an algorithm"
     algorithm = plan.algorithm
     size = next(axis.size for axis in plan.stages[0].axes if axis.name == algorithm.axis)
-    if algorithm.name == ADASUM:
+    if algorithm.is_compressed:
+        error = f", {INT8_ERROR:.1%} off for normally distributed ones" if algorithm.name == INT8 else ""
+        how = f"gradients are summed in fewer bits{error}, and what these leave out comes with the next step"
+    elif algorithm.name == ADASUM:
         how = "gradients of copies are combined by how far they agree"
     else:
         first = f"after {algorithm.after} updates of summed gradients, " if algorithm.after else ""

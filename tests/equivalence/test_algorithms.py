@@ -197,10 +197,13 @@ def test_what_would_mix_copies_or_is_not_seen_is_refused() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("algorithm", ["local_sgd(1)", "adasum"])
-def test_no_rank_takes_more_than_predicted(algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "above"),
+    [("local_sgd(1)", 0.2), ("adasum", 0.2), ("int8", 1.0), ("topk(0.05)", 1.0), ("powersgd(4)", 1.0)],
+)
+def test_no_rank_takes_more_than_predicted(algorithm: str, above: float) -> None:
     model, batches = case("mlp")
     program = program_of("mlp", dp=2, algorithm=algorithm)
     found = pool(2).run(measure_rank, program.source, dict(model.state_dict()), batches[0])
     most = max(lifetimes.peak_bytes for lifetimes, _ in found)
-    assert most <= program.plan.predicted.peak_bytes < 1.2 * most
+    assert most <= program.plan.predicted.peak_bytes < (1 + above) * most
