@@ -136,9 +136,9 @@ def parallelize(
     gradients (`runtime.part`). Of one stage, in one microbatch. runs: "eager", "compiled" (train.py calls
     `rank.compile()`), or "either": the one that is predicted to be faster; a plan that is given says it itself.
     algorithm: trains copies of the parameters that meet otherwise than by the sum of their gradients, and so not as one
-    device does: "local_sgd(8)", "local_sgd(8, after=100)" or "adasum" (`ir.algorithm`), each with copies=N, by default one a
-    node, or one a device of one node. A copy is planned for its devices and its part of the batch. Ctrl-C ends a search
-    with the best plan so far. Raises AutoparError subclasses; InfeasibleError when nothing fits.
+    device does: "local_sgd(8)", "local_sgd(8, after=100)" or "adasum" (`ir.algorithm`), each with copies=N, by default
+    one a node, or one a device of one node. A copy is planned for its devices and its part of the batch. Ctrl-C ends a
+    search with the best plan so far. Raises AutoparError subclasses; InfeasibleError when nothing fits.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, constraints=constraints,
