@@ -221,7 +221,8 @@ def main() -> None:
         folder = Path(name)
         told = {program: write(program, folder) for program in programs}
         peaks = {program: peak_bytes(program, folder) for program in programs}
-        mp.spawn(run_rank, (free_port(), programs, folder, options.rounds, options.steps), nprocs=WORLD)  # type: ignore[no-untyped-call] # torch's
+        told_ranks = free_port(), programs, folder, options.rounds, options.steps
+        mp.spawn(run_rank, told_ranks, nprocs=WORLD)  # type: ignore[no-untyped-call] # torch's
         measured = json.loads((folder / "measured.json").read_text())
     text = "\n".join(
         [*rows(programs, told, peaks, measured), "", *(f"{k}: {v}  " for k, v in facts(__spec__.name).items())]

@@ -77,11 +77,11 @@ def test_nothing_is_copied_where_memory_does_not_ask_for_it(mesh: autopar.Mesh) 
 
 
 def test_stages_copy_out_instead_of_computing_again(mesh: autopar.Mesh) -> None:
-    """Of two stages; the plan found is well typed, within the limit, and no slower."""
+    """Of two stages; the plan found is well typed, within the limit, and no slower, whatever of it is on the host."""
     free = searched(mesh, None, stages=2)
     limit = round(0.5 * free.predicted.peak_bytes)
     plain, allowed = searched(mesh, limit, stages=2), searched(mesh, limit, "offload", stages=2)
     assert not plain.copied_out
     assert allowed.predicted.peak_bytes <= limit and allowed.predicted.step_time_ns <= plain.predicted.step_time_ns
-    assert allowed.copied_out or allowed.predicted.step_time_ns == plain.predicted.step_time_ns
+    assert allowed.predicted.host_bytes or allowed.predicted.step_time_ns == plain.predicted.step_time_ns
     check_plan(graph(), allowed)
