@@ -26,7 +26,9 @@ def add(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--precision", choices=("bf16",), help="bf16 compute with float32 master weights")
     parser.add_argument("--search", choices=("fast", "default", "thorough"), help="searches each rung by itself")
     parser.add_argument("-o", "--output", type=Path, help="a folder for ladder.json, ladder.html and the plans")
-    parser.add_argument("--export", choices=EXPORTERS, action="append", default=[], help="what a scheduler reads, to -o")
+    parser.add_argument(
+        "--export", choices=EXPORTERS, action="append", default=[], help="what a scheduler reads, to -o"
+    )
     parser.set_defaults(command=run)
 
 

@@ -1,9 +1,9 @@
 """`autopar ladder`: plans of one model for many meshes and batches, what to rent of them, and curves for schedulers.
 
-    meshes × global batches      → rungs: a plan each, of what all share                       `making`, `climbing`
-    rungs                        → curves, knees, the front of time and money                  `rungs`
-    tokens, a deadline, a budget → the cheapest or the fastest rungs, proved                   `capacity`
-    rungs                        → forms that schedulers read, hints, pauses                   `forms`, `exports`
+meshes × global batches      → rungs: a plan each, of what all share                       `making`, `climbing`
+rungs                        → curves, knees, the front of time and money                  `rungs`
+tokens, a deadline, a budget → the cheapest or the fastest rungs, proved                   `capacity`
+rungs                        → forms that schedulers read, hints, pauses                   `forms`, `exports`
 """
 
 from __future__ import annotations

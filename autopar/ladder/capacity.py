@@ -213,13 +213,17 @@ def _lacks(
     if anyhow is None:
         most = {rung.kind: max(r.devices for r in rungs if r.kind == rung.kind) for rung in rungs}
         least = {kind: min(r.devices for r in rungs if r.kind == kind) for kind in most}
-        told = ", ".join(f"{count} of {kind} ({needs.available.get(kind, 'any')} available)" for kind, count in least.items())
+        told = ", ".join(
+            f"{count} of {kind} ({needs.available.get(kind, 'any')} available)" for kind, count in least.items()
+        )
         return f"no rung's devices are available; the smallest of each kind take {told}"
     if deadline_ns is not None:
         fastest = found.best("time", None, budget)
         if fastest is not None:
             under = "" if budget is None else f" under a budget of {needs.budget:g}"
-            said.append(f"a deadline of {fastest.time_ns / HOUR_NS:.3g} h is the least{under}, found {needs.deadline:g} h")
+            said.append(
+                f"a deadline of {fastest.time_ns / HOUR_NS:.3g} h is the least{under}, found {needs.deadline:g} h"
+            )
     if budget is not None:
         cheapest = found.best("money", deadline_ns)
         if cheapest is not None:

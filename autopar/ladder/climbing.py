@@ -59,7 +59,7 @@ class Climb:
                     plan = best.plan
                     check_plan(layers.graph, plan)
                 except AutoparError as error:
-                    rows.append(replace(rows[0], infeasible=str(error)) if rows else Tried(infeasible=str(error)))
+                    rows.append(Tried(infeasible=str(error)))
                     continue
                 report = replace(plan.search, tried=tuple(rows))
                 return with_odds(replace(plan, search=report), layers.graph)

@@ -17,7 +17,7 @@ from autopar.collector import without_collector
 from autopar.contexts import with_contexts
 from autopar.cost.memory import optimizer_of, optimizer_state_bytes
 from autopar.driver import Context
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import InfeasibleError, MeshError, PlacementError, PlanError
 from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, checked
@@ -191,8 +191,8 @@ class _Planner:
         rung = Rung(mesh, batch, tokens_per_sample=length, price=_price(mesh, prices))
         try:
             graph, steps = self.traces.of(batch)
-            plan, how = self._plan(graph, mesh, batch)
-        except InfeasibleError as error:
+            graph, plan, how = self._plan(graph, mesh, batch)
+        except (InfeasibleError, MeshError, PlacementError, PlanError) as error:
             return replace(rung, refusal=str(error))
         plan = replace(
             plan, routing=self.traces.routing, substitutions=(*steps, *plan.substitutions),
@@ -202,17 +202,17 @@ class _Planner:
         bound_ns, state_bytes = self._bound_ns(graph, mesh), self._state_bytes(graph)
         return replace(rung, plan=plan, how=how, bound_ns=bound_ns, state_bytes=state_bytes)
 
-    def _plan(self, graph: Graph, mesh: Mesh, batch: int) -> tuple[Plan, str]:
+    def _plan(self, graph: Graph, mesh: Mesh, batch: int) -> tuple[Graph, Plan, str]:
+        """The best plan, the graph that it is of, and how it was found."""
         budget = BUDGETS["fast"] if self.budget is None else self.budget
         request = Request(mesh, "train", self.optimizer, self.limit, (), budget, self.precision)
         if self.budget is None and self._is_shared(graph, mesh):
             shared, climb = self._shared_of(graph, request, batch)
             try:
-                return climb.plan(shared, request), "shared"
+                return graph, climb.plan(shared, request), "shared"
             except InfeasibleError:
                 pass  # what no template can do, a search of its own may
-        _, plan = planned_jointly(graph, request)
-        return plan, "searched"
+        return *planned_jointly(graph, request), "searched"
 
     def _is_shared(self, graph: Graph, mesh: Mesh) -> bool:
         """Whether templates are likely to hold the best plan."""

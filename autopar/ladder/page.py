@@ -19,8 +19,10 @@ STYLE = """
 body { margin: 1.5rem auto; max-width: 82rem; padding: 0 1rem; font: 14px/1.5 system-ui, sans-serif;
   color: var(--ink); background: var(--paper); }
 table { border-collapse: collapse; font-size: 12px; } td, th { padding: 2px 8px; border-bottom: 1px solid var(--edge);
-  text-align: left; white-space: nowrap; } .wide { overflow-x: auto; } text { fill: var(--faint); font-size: 11px; }
-svg { max-width: 100%; height: auto; } .axis { stroke: var(--edge); } figure { display: inline-block; margin: 0 1rem 0 0;
+  text-align: left; white-space: nowrap; } .wide { overflow-x: auto; }
+text { fill: var(--faint); font-size: 11px; }
+svg { max-width: 100%; height: auto; } .axis { stroke: var(--edge); }
+figure { display: inline-block; margin: 0 1rem 0 0;
   vertical-align: top; } figcaption { color: var(--faint); max-width: 40rem; }
 """
 

@@ -83,7 +83,9 @@ def provisioned(programme: Programme) -> Provision | None:
     devices = first.devices[:, None] + second.devices[None, :]
     least = int(devices[fits].min())
     where = np.argwhere(fits & (devices == least))
-    best = min(where.tolist(), key=lambda at: (int(money[tuple(at)]), int(time[tuple(at)]), first.x(at[0]), second.x(at[1])))
+    best = min(
+        where.tolist(), key=lambda at: (int(money[tuple(at)]), int(time[tuple(at)]), first.x(at[0]), second.x(at[1]))
+    )
     return Provision(least, (*first.x(best[0]), *second.x(best[1])))  # type: ignore[arg-type] # two and three
 
 

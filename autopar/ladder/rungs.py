@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,9 @@ class Rung:
     def step_ns(self) -> int:
         """Of a step. Raises PlanError where there is no plan."""
         if self.plan is None:
-            raise PlanError(f"expected a plan on {self.mesh} with batch {self.global_batch}, found none: {self.refusal}")
+            raise PlanError(
+                f"expected a plan on {self.mesh} with batch {self.global_batch}, found none: {self.refusal}"
+            )
         return self.plan.predicted.step_time_ns
 
     @property
@@ -175,7 +178,7 @@ class Ladder:
 
 def knee_of(curve: Sequence[tuple[int, float]]) -> int:
     """The place of the knee in a curve of devices and throughput, of few devices first."""
-    for place, ((few, slow), (many, fast)) in enumerate(zip(curve, curve[1:], strict=False)):
+    for place, ((few, slow), (many, fast)) in enumerate(pairwise(curve)):
         if fast / slow - 1 < KNEE * (many / few - 1):
             return place
     return len(curve) - 1

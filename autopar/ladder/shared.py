@@ -1,4 +1,4 @@
-"""What rungs share: a model's layers, and what these cost in one way to run them, found once for all meshes and batches.
+"""What rungs share: a model's layers, and what each costs in one way to run it, found once for all meshes and batches.
 
 What a layer takes of a microbatch depends on how many samples a rank has of it, on who shares it and on how it is
 stored, hardly on how many ranks do the same beside it. So placements are solved, and layers played, where the first
@@ -23,6 +23,7 @@ from autopar.collector import cached_method
 from autopar.cost import Profile
 from autopar.cost.collectives import collective_time_ns
 from autopar.interop import StageKind
+from autopar.intraop import TradeOff
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Axis
 from autopar.planning import Place
@@ -35,7 +36,7 @@ from autopar.trace import find_blocks
 
 _BUCKET_BYTES = 1 << 26
 """Of gradients that travel together, by which collectives among more and fewer ranks are compared."""
-_OF_ONE_MESH = ("_known_short_place", "_known_kind", "_known_computed", "_known__scaled")
+_OF_ONE_MESH = ("_known_short_place", "_known_kind", "_known_computed", "_known__scaled", "_known_fastest_here")
 _OF_ALL = ("_known_part", "_known_short_part", "_known__layer_simulator", "_known_parameter_bytes")
 """Caches of `Layered`'s methods: those that depend on the mesh, and those that do not."""
 
@@ -84,6 +85,16 @@ class RungLayers(Layered):
         rung, own = self._home(setting)
         return Layered.place_of(rung, own)
 
+    def fastest(self, setting: Setting, work_s: float, seed: int) -> TradeOff:
+        """That of its home, found once."""
+        rung, own = self._home(setting)
+        return rung.fastest_here(own, work_s, seed)
+
+    @cached_method
+    def fastest_here(self, setting: Setting, work_s: float, seed: int) -> TradeOff:
+        """Of a setting that is at home on this rung."""
+        return Layered.fastest(self, setting, work_s, seed)
+
     def kind(self, way: StageStrategy) -> StageKind:  # type: ignore[override] # cached in its home
         """What each layer costs: in its home, scaled."""
         rung, own = self._home(way.setting)
@@ -96,7 +107,7 @@ class RungLayers(Layered):
         names, shared = tuple(sizes), (sizes.get("tp", 1), sizes.get("ep", 1), setting.sharing)
         samples = self.batch // setting.microbatches // ranks if setting.zero is not None else (self.request.mesh,)
         is_inside = setting.num_devices <= self.request.mesh.devices_per_node
-        stored = setting.zero, setting.splits_sequence, setting.num_stages > 1, is_inside
+        stored = setting.zero, setting.splits_sequence, setting.num_stages > 1, is_inside, setting.microbatches > 1
         free = () if setting.zero is not None else (setting,)
         return self._homes.setdefault((names, shared, samples, stored, free), (self, setting))
 

@@ -143,7 +143,7 @@ class StageTemplates:
         """Of settings that differ in the number of stages alone: all by what layers cost in one of them."""
         known, self._is_slow = min(alike, key=lambda one: abs(np.log2(one.num_stages / LIKELY_STAGES))), False
         with suppress(InfeasibleError):
-            choice = self.layered.place_of(known).placements.trade_offs(1, *self.looks.solver).fastest()
+            choice = self.layered.fastest(known, *self.looks.solver)
             for recompute in self.layered.recomputations:
                 kind = self.layered.kind(StageStrategy(known, choice, recompute))
                 self._least_of_tp = min(self._least_of_tp, self._least_ns(kind, known))
@@ -152,7 +152,9 @@ class StageTemplates:
                     break
                 for setting in alike:
                     way = StageStrategy(setting, choice, recompute)
-                    yield from self._of_setting(way, stored_as(kind, known, setting, copied_bytes(self.layered, setting)))
+                    yield from self._of_setting(
+                        way, stored_as(kind, known, setting, copied_bytes(self.layered, setting))
+                    )
 
     def _on_stages(self, tp: int, ep: int, samples: int) -> Iterator[Setting]:
         """The settings on all numbers of stages that devices, layers and the batch allow."""

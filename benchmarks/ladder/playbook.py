@@ -73,9 +73,7 @@ def ladder_of(model: str, cell: Mapping[int, Sequence[Row]]) -> dict[int, tuple[
     built, inputs = decoder.build(config, row.global_batch)
     meshes = [autopar.Mesh("h100", nodes=nodes, devices_per_node=row.per_node) for nodes in sorted(cell)]
     found = autopar.ladder(built, inputs, meshes, precision="bf16", tokens_per_sample=row.seq, check=False)
-    return {
-        rung.mesh.nodes: (rung.tokens_s or 0.0, outline_text(rung.plan)) for rung in found.rungs if rung.plan is not None
-    }  # fmt: skip
+    return {rung.mesh.nodes: (rung.tokens_s or 0.0, outline_text(rung.plan)) for rung in found.rungs if rung.plan}
 
 
 def curve(model: str, cell: Mapping[int, Sequence[Row]], every_plan: bool, has_ladder: bool) -> list[dict[str, Any]]:

@@ -53,9 +53,9 @@ class Adaptive:
     def best(self, devices: int) -> tuple[float, int]:
         """Goodput on so many devices, and the batch that has it."""
         nodes = -(-devices // 8)
+        speeds = {size: self.speed.samples_s(devices, size, nodes) for size in self.batches}
         return max(
-            (self.speed.samples_s(devices, size, nodes) * statistical_efficiency(size, self.noise_scale, self.base), size)
-            for size in self.batches
+            (speed * statistical_efficiency(size, self.noise_scale, self.base), size) for size, speed in speeds.items()
         )  # fmt: skip
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from autopar.errors import PlanError
+from autopar.ir.plan import Breakdown
 from autopar.ladder import Ladder, StateStore, exported, fitted, goodput, points_of
 from autopar.ladder.forms import non_negative
 from autopar.simulate import Timeline
 from autopar.simulate.timeline import Lane, TimelinePiece
-from autopar.ir.plan import Breakdown
 from tests.ladder import made, schedulers
 
 BATCHES = (256, 512, 1024)
@@ -100,8 +100,13 @@ def test_goodput_has_its_best_batch_between() -> None:
 
 def busy(compute: float, links: float, peak: int) -> Timeline:
     """A step of a second, so long busy."""
-    tasks = [("compute", "product", 0, round(compute * 1e9), "product"), ("intra_node", "sum", 0, round(links * 1e9), "sum")]
-    piece = TimelinePiece(0, "", tasks, [(0, peak, "activation", (0, 0)), (10**9, made.GB - peak, "activation", (0, 1))])
+    tasks = [
+        ("compute", "product", 0, round(compute * 1e9), "product"),
+        ("intra_node", "sum", 0, round(links * 1e9), "sum"),
+    ]
+    piece = TimelinePiece(
+        0, "", tasks, [(0, peak, "activation", (0, 0)), (10**9, made.GB - peak, "activation", (0, 1))]
+    )
     lane = Lane(range(8), (piece,), Breakdown(), {}, {}, {}, {})
     return Timeline((lane,), 10**9, Breakdown(), {}, {})
 
@@ -138,7 +143,9 @@ def test_the_table_says_what_a_job_does_with_less() -> None:
     """Synergy and Liquid look up who loses least."""
     rows = loaded(made.ladder(optimus_s), "synergy")["rows"]
     speeds = {row["devices"]: row["samples_s"] for row in rows}
-    assert speeds[8] == pytest.approx(256 / optimus_s(8, 256)) and {row["memory_bytes"] for row in rows} == {10 * made.GB}
+    assert speeds[8] == pytest.approx(256 / optimus_s(8, 256)) and {row["memory_bytes"] for row in rows} == {
+        10 * made.GB
+    }
 
 
 def test_an_unknown_scheduler_is_refused() -> None:
