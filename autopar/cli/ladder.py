@@ -8,8 +8,8 @@ from pathlib import Path
 from autopar.cli.commands import load_model
 from autopar.cost.memory import OPTIMIZERS
 from autopar.errors import PlanError
-from autopar.ladder import exported, ladder
-from autopar.ladder.exports import EXPORTERS
+from autopar.ladders import exported, ladder
+from autopar.ladders.exports import EXPORTERS
 
 
 def add(parser: argparse.ArgumentParser, name: str) -> None:

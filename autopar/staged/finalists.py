@@ -33,7 +33,6 @@ class Finalists:
         self, search: StagedSearch, found: Sequence[EstimatedStages], note: Callable[[Tried], None]
     ) -> None:  # fmt: skip
         self.search, self.layered, self.request = search, search.layered, search.request
-        self.quick_s = QUICK_S
         near = (candidate for candidate in found if candidate.step_ns <= BESIDE_KNOWN * search.known_ns)
         self.found = sorted(near, key=lambda candidate: candidate.step_ns)
         self._note = note
@@ -73,32 +72,23 @@ class Finalists:
         is far above what was found, so are all after it. than_ns: what is to be undercut.
         """
         plans: list[tuple[EstimatedStages, Timeline]] = []
-        quick, off = Clock.of(self.quick_s), self._off()
-        left = list(candidates)
+        quick = Clock.of(QUICK_S)
+        left, off = list(candidates), dict[Any, float]()
         while left:
-            likely_ns, number = min((one.step_ns * off.get(self._likeness(one), 1.0), n) for n, one in enumerate(left))
+            likely_ns, number = min((one.step_ns * off.get(_submeshes(one), 1.0), n) for n, one in enumerate(left))
             fastest_ns = min((found.step_time_ns for _, found in plans), default=math.inf)
             far_ns = min(than_ns, FAR_FINALISTS * fastest_ns)
             if likely_ns > far_ns and not self.layered.shares_cores:
                 break
             candidate = left.pop(number)
             played = self._simulated(candidate)
-            off[self._likeness(candidate)] = played.step_time_ns / candidate.step_ns
+            off[_submeshes(candidate)] = played.step_time_ns / candidate.step_ns
             if played.peak_bytes <= self.layered.limit:
                 plans.append((candidate, played))
             is_enough = len(plans) >= FINALISTS and quick.is_over
             if is_enough or len(plans) == most or (plans and self.search.clock.is_over):
                 break
         return plans
-
-    def _off(self) -> dict[Any, float]:
-        """Of candidates that are alike, by how many times the last step was longer than its estimate, as far as that is
-        known before."""
-        return {}
-
-    def _likeness(self, candidate: EstimatedStages) -> Any:
-        """Of candidates whose estimates are off alike: how many ranks each stage has."""
-        return tuple(way.setting.num_devices for way in candidate.ways)
 
     def _with_other_borders(
         self, plans: list[tuple[EstimatedStages, Timeline]]
@@ -266,6 +256,11 @@ def _but_chunks(candidate: EstimatedStages) -> tuple[Any, ...]:
     """The same, but for how many chunks there are, where there are any."""
     has_chunks = SCHEDULES[candidate.schedule].has_chunks
     return tuple(dict.fromkeys(candidate.ways)), has_chunks, candidate.schedule, candidate.recompute
+
+
+def _submeshes(candidate: EstimatedStages) -> tuple[int, ...]:
+    """How many ranks each stage has."""
+    return tuple(way.setting.num_devices for way in candidate.ways)
 
 
 def _distinct(found: Sequence[EstimatedStages], least: int, most: int) -> list[EstimatedStages]:

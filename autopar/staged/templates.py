@@ -67,7 +67,7 @@ class StageTemplates:
     def look(self) -> None:
         """Looks at the best few that fit by estimate, each with what it is to compute again; notes what the best of
         each shape takes."""
-        found = sorted(self._estimates() if self._are_open else (), key=lambda one: one[:2])
+        found = self.estimated()
         for one in found:
             shape = one.setting.num_devices, _tensor_parallel(one.setting)
             self.looks.of_shape.setdefault(shape, one.step_ns)
@@ -77,6 +77,10 @@ class StageTemplates:
                 break
             looked.add((one.setting, one.recompute))
             self.looks.look_at_template(one.setting, one.recompute)
+
+    def estimated(self) -> list[Estimated]:
+        """Those that fit by estimate, the fastest first."""
+        return sorted(self._estimates() if self._are_open else (), key=lambda one: one[:2])
 
     @property
     def _are_open(self) -> bool:

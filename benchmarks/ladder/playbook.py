@@ -9,7 +9,7 @@ FILE is a grid of measured plans (`benchmarks.accuracy.gpu.rows`). Of each model
     ranked       with --every-plan: of the plan that is predicted to be the fastest of all that are predicted to fit
     ladder       what `autopar.ladder` predicts of its own plan for the same model, batch and mesh, run as emitted
 
-Knees are those of `autopar.ladder.rungs`. Written to playbook.json and playbook.md.
+Knees are those of `autopar.ladders.rungs`. Written to playbook.json and playbook.md.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.ladder.rungs import knee_of
-from autopar.ladder.text import outline_text
+from autopar.ladders.rungs import knee_of
+from autopar.ladders.text import outline_text
 from benchmarks.accuracy.gpu import decoder
 from benchmarks.accuracy.gpu.plans import config_of, profiles_of
 from benchmarks.accuracy.gpu.predictions import planned, predict

@@ -19,8 +19,8 @@ import torch
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.ladder import Ladder, Rung
-from autopar.ladder.text import outline_text
+from autopar.ladders import Ladder, Rung
+from autopar.ladders.text import outline_text
 from autopar.pipeline import planned_jointly
 from autopar.request import BUDGETS, Request
 from autopar.trace import trace

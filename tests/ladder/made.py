@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import autopar
 from autopar.ir.plan import Plan, Prediction, Stage
-from autopar.ladder import Ladder, Rung
+from autopar.ladders import Ladder, Rung
 from autopar.simulate import Timeline
 
 GB = 10**9

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.ladder.forms import FittedForm, statistical_efficiency
+from autopar.ladders.forms import FittedForm, statistical_efficiency
 
 
 def form(data: Mapping[str, Any], kind: str) -> FittedForm:
@@ -60,12 +60,12 @@ class Adaptive:
 
 
 def pollux(jobs: Sequence[Adaptive], devices: int) -> tuple[int, ...]:
-    """The allocation of the largest mean speedup, in goodput over that of a fair share (OSDI'21, eq. 11, p = −1)."""
+    """The allocation of the largest mean speedup, in goodput over that of a fair share (OSDI'21, eq. 11, p = 1)."""
     fair = devices // len(jobs)
 
     def fitness(held: tuple[int, ...]) -> float:
         speedups = [job.best(count)[0] / job.best(fair)[0] for job, count in zip(jobs, held, strict=True)]
-        return len(jobs) / sum(1 / one for one in speedups)
+        return sum(speedups) / len(jobs)
 
     every = itertools.product(range(1, devices + 1), repeat=len(jobs))
     return max((held for held in every if sum(held) <= devices), key=fitness)

@@ -11,8 +11,8 @@ import pytest
 
 from autopar.errors import PlanError
 from autopar.ir.plan import Breakdown
-from autopar.ladder import Ladder, StateStore, exported, fitted, goodput, points_of
-from autopar.ladder.forms import non_negative
+from autopar.ladders import Ladder, StateStore, exported, fitted, goodput, points_of
+from autopar.ladders.forms import non_negative
 from autopar.simulate import Timeline
 from autopar.simulate.timeline import Lane, TimelinePiece
 from tests.ladder import made, schedulers
@@ -84,7 +84,7 @@ def test_pollux_gives_more_devices_and_a_larger_batch_as_gradients_get_noisier()
     speed = schedulers.form(data, "h100")
     noisy, calm = (schedulers.Adaptive(speed, noise, 256, BATCHES) for noise in (20_000.0, 100.0))
     assert noisy.best(8)[1] > calm.best(8)[1] == 256
-    held = schedulers.pollux([noisy, calm], 16)
+    held = schedulers.pollux([noisy, calm], 8)
     assert held[0] > held[1]
 
 
@@ -104,9 +104,7 @@ def busy(compute: float, links: float, peak: int) -> Timeline:
         ("compute", "product", 0, round(compute * 1e9), "product"),
         ("intra_node", "sum", 0, round(links * 1e9), "sum"),
     ]
-    piece = TimelinePiece(
-        0, "", tasks, [(0, peak, "activation", (0, 0)), (10**9, made.GB - peak, "activation", (0, 1))]
-    )
+    piece = TimelinePiece(0, "", tasks, [(0, peak, "activation", 0), (10**9, made.GB - peak, "activation", 1)])
     lane = Lane(range(8), (piece,), Breakdown(), {}, {}, {}, {})
     return Timeline((lane,), 10**9, Breakdown(), {}, {})
 

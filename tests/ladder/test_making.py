@@ -9,7 +9,7 @@ import torch
 
 import autopar
 from autopar.errors import PlanError
-from autopar.ladder.making import sorted_meshes
+from autopar.ladders.making import sorted_meshes
 from models import llama
 from tests.equivalence.on_threads import program_differences
 from tests.oracles.frozen.cases import PROFILES

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from autopar.errors import PlanError
-from autopar.ladder import Programme, provisioned
-from autopar.ladder.programme import Provision
+from autopar.ladders import Programme, provisioned
+from autopar.ladders.programme import Provision
 
 INSTANCES = 1_000
 GRID = np.stack([axis.ravel() for axis in np.meshgrid(*[np.arange(1, 9)] * 5, indexing="ij")])

@@ -10,9 +10,9 @@ import pytest
 from autopar.errors import PlanError
 from autopar.ir import reading
 from autopar.ir.mesh import Mesh
-from autopar.ladder import Ladder, Needs, Rung, capacity
-from autopar.ladder.form import ladder_schema
-from autopar.ladder.rungs import knee_of
+from autopar.ladders import Ladder, Needs, Rung, capacity
+from autopar.ladders.form import ladder_schema
+from autopar.ladders.rungs import knee_of
 from tests.ladder import made
 
 

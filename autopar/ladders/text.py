@@ -8,8 +8,8 @@ from autopar.ir.naming import printable
 from autopar.ir.outline import sizes_text
 from autopar.ir.plan import Plan
 from autopar.ir.recompute import again_text
-from autopar.ladder.capacity import Capacity
-from autopar.ladder.rungs import KNEE, Ladder, Rung
+from autopar.ladders.capacity import Capacity
+from autopar.ladders.rungs import KNEE, Ladder, Rung
 from autopar.show.text import bytes_text, time_text
 
 HEAD = ("mesh", "batch", "step", "90% of steps", "samples/s", "tokens/s", "eff.", "bound", "memory", "fits", "money/h",

@@ -8,16 +8,16 @@ from importlib.resources import files
 from typing import Any
 
 from autopar.ir import reading
-from autopar.ladder.capacity import Capacity
-from autopar.ladder.rungs import KNEE, Ladder, Rung
+from autopar.ladders.capacity import Capacity
+from autopar.ladders.rungs import KNEE, Ladder, Rung
 
 VERSION = 1
 
 
 @lru_cache(maxsize=1)
 def ladder_schema() -> Any:
-    """The JSON Schema of ladders (`autopar/ladder/ladder.schema.json`)."""
-    return json.loads(files("autopar.ladder").joinpath("ladder.schema.json").read_text(encoding="utf-8"))
+    """The JSON Schema of ladders (`autopar/ladders/ladder.schema.json`)."""
+    return json.loads(files("autopar.ladders").joinpath("ladder.schema.json").read_text(encoding="utf-8"))
 
 
 def ladder_json(ladder: Ladder) -> str:

@@ -8,8 +8,8 @@ from html import escape
 from typing import NamedTuple
 
 from autopar.ir.naming import printable
-from autopar.ladder.rungs import KNEE, Ladder, Rung
-from autopar.ladder.text import HEAD, capacity_lines, rung_row
+from autopar.ladders.rungs import KNEE, Ladder, Rung
+from autopar.ladders.text import HEAD, capacity_lines, rung_row
 
 WIDTH, HEIGHT, MARGIN = 640, 320, 56
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5ea8", "#8c6d31")

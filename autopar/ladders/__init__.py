@@ -8,12 +8,12 @@ rungs                        → forms that schedulers read, hints, pauses      
 
 from __future__ import annotations
 
-from autopar.ladder.capacity import Capacity, Needs, capacity
-from autopar.ladder.exports import StateStore, exported
-from autopar.ladder.forms import FittedForm, fitted, goodput, points_of
-from autopar.ladder.making import ladder
-from autopar.ladder.programme import Programme, provisioned
-from autopar.ladder.rungs import Ladder, Rung
+from autopar.ladders.capacity import Capacity, Needs, capacity
+from autopar.ladders.exports import StateStore, exported
+from autopar.ladders.forms import FittedForm, fitted, goodput, points_of
+from autopar.ladders.making import ladder
+from autopar.ladders.programme import Programme, provisioned
+from autopar.ladders.rungs import Ladder, Rung
 
 __all__ = [
     "Capacity", "FittedForm", "Ladder", "Needs", "Programme", "Rung", "StateStore", "capacity", "exported", "fitted",

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from ortools.sat.python import cp_model
 
 from autopar.errors import PlanError
-from autopar.ladder.rungs import HOUR_NS, Ladder, Rung
+from autopar.ladders.rungs import HOUR_NS, Ladder, Rung
 
 MILLIONTHS = 10**6
 _MOST_NS = 2**53

@@ -24,10 +24,10 @@ from autopar.ir.mesh import Mesh, checked
 from autopar.ir.plan import Plan, Substitution
 from autopar.ir.routing import Routing
 from autopar.ir.structure import batch_inputs
-from autopar.ladder.capacity import Needs, capacity
-from autopar.ladder.climbing import Climb
-from autopar.ladder.rungs import Ladder, Rung
-from autopar.ladder.shared import SharedLayers, shared_layers
+from autopar.ladders.capacity import Needs, capacity
+from autopar.ladders.climbing import Climb
+from autopar.ladders.rungs import Ladder, Rung
+from autopar.ladders.shared import SharedLayers, shared_layers
 from autopar.pipeline import planned_jointly, traced
 from autopar.profiler import load_profile
 from autopar.progress import Report, reporting

@@ -12,8 +12,8 @@ Pollux (OSDI'21, section 3.2), a step on K devices in N nodes of which each has 
     T(K, m) = (T_grad^γ + T_sync^γ)^(1/γ)    T_grad = α + β · m      1 ≤ γ ≤ 10
     T_sync  = 0 of one device;  α_l + β_l · (K − 2) inside a node;  α_n + β_n · (K − 2) across nodes
 
-γ says how much of the sums is hidden behind the passes. For each γ of a grid the rest follows by non-negative least
-squares of T^γ with T_grad and T_sync in turn; γ of least error counts.
+γ says how much of the sums is hidden behind the passes. For each γ of a grid the rest follows by rounds of non-negative
+least squares, each linear about the last; γ of least error counts.
 
 A goodput is a throughput times Pollux' statistical efficiency (eq. 5) of batch M, as the gradient's noise scale φ (in
 samples) and the batch M₀ that a user would take say it:
@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import PlanError
-from autopar.ladder.rungs import Ladder, Rung
+from autopar.ladders.rungs import Ladder, Rung
 
 Floats = npt.NDArray[np.float64]
 _GAMMAS = tuple(np.round(np.concatenate([np.arange(1.0, 3.0, 0.25), np.arange(3.0, 10.5, 1.0)]), 2).tolist())
@@ -118,16 +118,27 @@ def _fit_pollux(points: Sequence[Observed]) -> dict[str, float]:
 
 
 def _pollux_of(points: Sequence[Observed], gamma: float) -> dict[str, float]:
-    """Of one γ: for γ = 1 both parts at once, else each in turn on what the other leaves of T^γ."""
-    seconds, grad_rows, sync_rows = _seconds(points), *_pollux_rows(points)
-    both = non_negative(np.hstack([grad_rows, sync_rows]) / seconds[:, None], np.ones(len(points)))
-    grad, sync = both[:2], both[2:]
+    """Of one γ. T is of degree one in its parameters, so that T = Σ ∂T/∂p · p: each round is a linear problem."""
+    seconds, (grad_rows, sync_rows) = _seconds(points), _pollux_rows(points)
+    one = np.ones(len(points))
+    own = non_negative(np.hstack([grad_rows, sync_rows]) / seconds[:, None], one)
+    best, least = own, _squares(grad_rows, sync_rows, own, gamma, seconds)
     for _ in range(_ROUNDS if gamma > 1 else 0):
-        left = np.maximum(seconds**gamma - (sync_rows @ sync) ** gamma, 0.0) ** (1 / gamma)
-        grad = _relative(grad_rows, left, seconds)
-        left = np.maximum(seconds**gamma - (grad_rows @ grad) ** gamma, 0.0) ** (1 / gamma)
-        sync = _relative(sync_rows, left, seconds)
-    return {**dict(zip(_ALPHAS, (float(v) for v in (*grad, *sync)), strict=True)), "gamma": float(gamma)}
+        grad, sync = (np.maximum(part, 1e-3 * seconds) for part in (grad_rows @ own[:2], sync_rows @ own[2:]))
+        whole = (grad**gamma + sync**gamma) ** (1 / gamma)
+        slopes = [
+            rows * ((part / whole) ** (gamma - 1))[:, None] for rows, part in ((grad_rows, grad), (sync_rows, sync))
+        ]
+        own = (own + non_negative(np.hstack(slopes) / seconds[:, None], one)) / 2
+        error = _squares(grad_rows, sync_rows, own, gamma, seconds)
+        best, least = (own, error) if error < least else (best, least)
+    return {**dict(zip(_ALPHAS, map(float, best), strict=True)), "gamma": float(gamma)}
+
+
+def _squares(grad_rows: Floats, sync_rows: Floats, own: Floats, gamma: float, seconds: Floats) -> float:
+    """Of relative errors."""
+    whole = ((grad_rows @ own[:2]) ** gamma + (sync_rows @ own[2:]) ** gamma) ** (1 / gamma)
+    return float(np.sum((whole / seconds - 1) ** 2))
 
 
 def _pollux_rows(points: Sequence[Observed]) -> tuple[Floats, Floats]:
@@ -138,10 +149,6 @@ def _pollux_rows(points: Sequence[Observed]) -> tuple[Floats, Floats]:
             first = 0 if p.nodes == 1 else 2
             row[first : first + 2] = 1.0, max(0, p.devices - 2)
     return grad, sync
-
-
-def _relative(rows: Floats, left: Floats, seconds: Floats) -> Floats:
-    return non_negative(rows / seconds[:, None], left / seconds)
 
 
 # Least squares ----------------------------------------

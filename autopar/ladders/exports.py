@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from autopar.cost.profile import ACROSS, INSIDE
 from autopar.errors import PlanError
 from autopar.ir.plan import Plan
-from autopar.ladder.forms import fitted, points_of
-from autopar.ladder.rungs import Ladder, Rung
+from autopar.ladders.forms import fitted, points_of
+from autopar.ladders.rungs import Ladder, Rung
 
 VERSION = 1
 COMPUTE = "compute"
