@@ -42,8 +42,9 @@ LOOKED_AT = 8
 """Of these, how many: the fastest, those that fit surely, and the fastest of each number of stages."""
 SIMULATED = ((2, 1.005), (5, 1.02))
 """Plans of one stage and of several that are simulated and fit; a further one only where it is likely to take no more
-than so many times the best: estimates of one stage are within a percent, those of schedules are not. With all as of one
-stage, rungs with stages are up to 4% slower than a search of their own finds; with all as of several, twice as long."""
+than so many times the best, or where it is likely to undercut it by as much: estimates of one stage are within a
+percent, those of schedules are not. With all as of one stage, rungs with stages are up to 4% slower than a search of
+their own finds; with all as of several, a ladder takes twice as long."""
 
 
 @dataclass(eq=False)
@@ -81,7 +82,7 @@ class Climb:
         likely_ns = self.least_ns * layers.batch / layers.request.mesh.num_devices
         for known_ns in dict.fromkeys((likely_ns, math.inf)):
             looks = Looks(layers, known_ns)
-            for one in self._in_turn(StageTemplates(looks, one_stage=True).estimated()):
+            for one in self._in_turn(StageTemplates(looks, one_stage=True, near=NEAR).estimated()):
                 looks.look_at_template(one.setting, one.recompute)
             if looks.fitting:
                 break
@@ -139,7 +140,8 @@ class RungFinalists(Finalists):
             one = min((c for c in near if self._climb.odds(c.peak_bytes) == most), key=self._likely_ns)
             best_ns = min((played.step_time_ns for _, played in plans), default=math.inf)
             enough, like = SIMULATED[one.num_submeshes > 1]
-            if len(plans) >= enough or self._likely_ns(one) > like * best_ns:
+            is_enough = len(plans) >= (enough if self._likely_ns(one) > best_ns / like else LOOKED_AT)
+            if is_enough or self._likely_ns(one) > like * best_ns:
                 break
             left.remove(one)
             played = self._simulated(one)

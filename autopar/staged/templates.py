@@ -35,6 +35,7 @@ from autopar.tunables import (
     LESS_EACH,
     LIKELY_STAGES,
     MOST_SAMPLES,
+    MOST_SAMPLES_ALONE,
     NEAR_ESTIMATE,
     SHARED_SIZES,
     TEMPLATES_LOOKED_AT,
@@ -57,10 +58,11 @@ class Estimated(NamedTuple):
 class StageTemplates:
     """Of a search, the templates that its request allows."""
 
-    def __init__(self, looks: Looks, one_stage: bool = False) -> None:
-        """one_stage: those of one stage are among them, which else are looked at by themselves (`families`)."""
+    def __init__(self, looks: Looks, one_stage: bool = False, near: float = NEAR_ESTIMATE) -> None:
+        """one_stage: those of one stage are among them, which else are looked at by themselves (`families`). near: how
+        many times the best estimate what is estimated further may take at least."""
         self.looks, self.layered, self.mesh = looks, looks.layered, looks.layered.request.mesh
-        self.one_stage = one_stage
+        self.one_stage, self.near = one_stage, near
         self.best_ns, self._least_of_tp = looks.bound_ns, NEVER
         self._is_slow = False  # whether what was estimated last is, with nothing computed again
 
@@ -100,7 +102,7 @@ class StageTemplates:
                 found += self._sharing_experts(tp)
             if tp > 1 or not found:  # who shares experts has room for more
                 found += self._of_shape(tp, 1, ("tp",) if 1 < tp <= experts else ())
-            if NEVER > self._least_of_tp > NEAR_ESTIMATE * self.best_ns:
+            if NEVER > self._least_of_tp > self.near * self.best_ns:
                 break  # more ranks send more
         return found
 
@@ -123,7 +125,8 @@ class StageTemplates:
         """More samples a microbatch are looked at as long as they gain something, or each takes less where it is too
         slow: what launches bind with one may be the best with four."""
         found, best_ns = list[Estimated](), NEVER
-        for samples in (count for count in divisors(self.layered.batch) if count <= MOST_SAMPLES):
+        most = MOST_SAMPLES_ALONE if self.one_stage else MOST_SAMPLES
+        for samples in (count for count in divisors(self.layered.batch) if count <= most):
             before, here = self._least_of_tp, [*self._of_microbatch(tp, ep, sharing, samples)]
             found += here
             here_ns = min((one.step_ns for one in here), default=NEVER)
@@ -151,7 +154,7 @@ class StageTemplates:
             for recompute in self.layered.recomputations:
                 kind = self.layered.kind(StageStrategy(known, choice, recompute))
                 self._least_of_tp = min(self._least_of_tp, self._least_ns(kind, known))
-                if self._least_ns(kind, known) > NEAR_ESTIMATE * self.best_ns:
+                if self._least_ns(kind, known) > self.near * self.best_ns:
                     self._is_slow = recompute == next(iter(self.layered.recomputations))
                     break
                 for setting in alike:
