@@ -60,7 +60,7 @@ class Offer(NamedTuple):
     money: int
 
 
-class Taken(NamedTuple):
+class Rented(NamedTuple):
     """So many meshes of a rung, on which so many jobs run."""
 
     rung: Rung
@@ -77,7 +77,7 @@ class Capacity:
 
     needs: Needs
     objective: str
-    taken: tuple[Taken, ...] = ()
+    taken: tuple[Rented, ...] = ()
     hours: float | None = None
     money: float | None = None
     proof: str = ""
@@ -107,7 +107,7 @@ def capacity(ladder: Ladder, needs: Needs, objective: str | None = None) -> Capa
     chosen = found.best(objective, deadline, budget)
     if chosen is None:
         return Capacity(needs, objective, lacks=_lacks(found, rungs, needs, deadline, budget))
-    taken = tuple(Taken(rung, m, y) for rung, m, y in zip(rungs, chosen.meshes, chosen.jobs, strict=True) if y)
+    taken = tuple(Rented(rung, m, y) for rung, m, y in zip(rungs, chosen.meshes, chosen.jobs, strict=True) if y)
     money = None if any(rung.price is None for rung in rungs) else chosen.money / MILLIONTHS
     return Capacity(needs, objective, taken, chosen.time_ns / HOUR_NS, money, chosen.proof)
 

@@ -149,7 +149,7 @@ class RungFinalists(Finalists):
                 plans.append((one, played))
         return plans if sure is not None else self._kept_more(plans)
 
-    def _simulator(self, microbatches: int) -> Incremental:  # type: ignore[override] # cached by what is shared
+    def _simulator(self, microbatches: int) -> Incremental:
         return self._every.simulator(microbatches)
 
     def _built(self, candidate: EstimatedStages) -> Plan:

@@ -43,7 +43,7 @@ class StateStore:
                 raise PlanError(f"expected {name} as a number above 0, found {value!r}")
 
 
-class Usage(NamedTuple):
+class DeviceUse(NamedTuple):
     """Of the fullest device of a rung: shares of a step in which it computes, and in which the links inside a node and
     across nodes are busy for it; bytes that it has at most, between steps, and that are left of it."""
 
@@ -55,7 +55,7 @@ class Usage(NamedTuple):
     left_bytes: int
 
 
-def usage(rung: Rung) -> Usage:
+def usage(rung: Rung) -> DeviceUse:
     """Raises PlanError where a rung has no plan, or one that was read from a file."""
     plan, step_ns = _plan(rung), rung.step_ns
     timeline: Any = plan.timeline()
@@ -64,7 +64,7 @@ def usage(rung: Rung) -> Usage:
         busy[stream] = max(busy.get(stream, 0), spent)
     shares = {stream: min(1.0, spent / step_ns) for stream, spent in busy.items()}
     held = [bytes_ for _, bytes_ in timeline.memory]
-    return Usage(
+    return DeviceUse(
         shares.get(COMPUTE, 0.0), shares.get(INSIDE, 0.0), shares.get(ACROSS, 0.0), timeline.peak_bytes,
         held[-1] if held else 0, max(0, plan.memory_limit - timeline.peak_bytes),
     )  # fmt: skip

@@ -91,7 +91,7 @@ def ladder(
     with interrupts_caught(), reporting(progress, len(wanted) * len(batches)) as report:
         planner = _Planner(traced_batches, optimizer, limit, precision, own)
         for mesh in wanted:
-            for batch in batches:
+            for batch in reversed(batches):  # placements of many microbatches suit fewer, too
                 rung = planner.rung(mesh, batch, prices or {}, length)
                 rungs.append(rung)
                 report(_line(rung))

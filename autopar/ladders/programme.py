@@ -68,10 +68,10 @@ def provisioned(programme: Programme) -> Provision | None:
     unit = scale * scale
     one, two = pairs
     three, four, five = triples
-    first = _Part(
+    first = _Choices(
         one + two, p.a * scale // one * scale + p.b * scale // two * scale, p.e * (one + two), pairs
     ).undercut_by_none()
-    second = _Part(
+    second = _Choices(
         three * (four + five), _over(p.c, three, four, scale) + _over(p.d, three, five, scale),
         three * (p.f * four + p.g * five), triples,
     ).undercut_by_none()  # fmt: skip
@@ -94,7 +94,7 @@ def _over(amount: int, groups: Numbers, each: Numbers, scale: int) -> Numbers:
     return amount * (scale // groups) * (scale // each)
 
 
-class _Part(NamedTuple):
+class _Choices(NamedTuple):
     """Choices of some variables: devices, time and money of each, and the variables' values."""
 
     devices: Numbers
@@ -105,7 +105,7 @@ class _Part(NamedTuple):
     def x(self, place: int) -> tuple[int, ...]:
         return tuple(int(values[place]) for values in self.values)
 
-    def undercut_by_none(self) -> _Part:
+    def undercut_by_none(self) -> _Choices:
         """Those that no other of as few devices is at least as fast and as cheap as; of equals the first."""
         order = np.lexsort((*reversed(self.values), self.time, self.money, self.devices))
         kept, fronts = list[int](), list[tuple[int, int]]()
@@ -115,7 +115,7 @@ class _Part(NamedTuple):
                 fronts = [(t, m) for t, m in fronts if not (time <= t and money <= m)] + [(time, money)]
                 kept.append(place)
         at = np.array(kept)
-        return _Part(self.devices[at], self.time[at], self.money[at], tuple(values[at] for values in self.values))
+        return _Choices(self.devices[at], self.time[at], self.money[at], tuple(values[at] for values in self.values))
 
 
 @lru_cache(maxsize=MOST)

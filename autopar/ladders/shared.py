@@ -31,7 +31,7 @@ from autopar.request import Request
 from autopar.simulate import Incremental
 from autopar.staged.layered import Layered
 from autopar.staged.templates import copied_bytes, stored_as
-from autopar.staged.ways import Setting, StageStrategy
+from autopar.staged.ways import Int64Array, Setting, StageStrategy
 from autopar.trace import find_blocks
 
 _BUCKET_BYTES = 1 << 26
@@ -95,7 +95,7 @@ class RungLayers(Layered):
         """Of a setting that is at home on this rung."""
         return Layered.fastest(self, setting, work_s, seed)
 
-    def kind(self, way: StageStrategy) -> StageKind:  # type: ignore[override] # cached in its home
+    def kind(self, way: StageStrategy) -> StageKind:
         """What each layer costs: in its home, scaled."""
         rung, own = self._home(way.setting)
         kind: StageKind = Layered.kind(rung, StageStrategy(own, way.choice, way.recompute))
@@ -133,5 +133,6 @@ class RungLayers(Layered):
         )  # fmt: skip
 
 
-def _times(values: np.ndarray[Any, np.dtype[np.int64]], ratio: float) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.rint(values * ratio).astype(np.int64)
+def _times(values: Int64Array, ratio: float) -> Int64Array:
+    found: Int64Array = np.rint(values * ratio).astype(np.int64)
+    return found
