@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from autopar.ir.mesh import Mesh as Mesh
     from autopar.ir.plan import Plan as Plan
     from autopar.ir.routing import Routing as Routing
+    from autopar.ladders import Ladder as Ladder
+    from autopar.ladders import ladder as ladder
     from autopar.ops import register_rule as register_rule
     from autopar.pipeline import parallelize as parallelize
     from autopar.pipeline import template_plan as template_plan
@@ -29,11 +31,13 @@ _HOMES = {
     "Audit": "autopar.auditing",
     "AutoparError": "autopar.errors",
     "Constraint": "autopar.ir.constraint",
+    "Ladder": "autopar.ladders",
     "Mesh": "autopar.ir.mesh",
     "Plan": "autopar.ir.plan",
     "Routing": "autopar.ir.routing",
     "SearchBudget": "autopar.request",
     "audit": "autopar.auditing",
+    "ladder": "autopar.ladders",
     "parallelize": "autopar.pipeline",
     "register_rule": "autopar.ops",
     "template_plan": "autopar.pipeline",
@@ -58,6 +62,9 @@ views.fill(
         "measured_routing": "autopar.trace.popularity:measured",
         "to_json": "autopar.ir.serialization:to_json",
         "from_json": "autopar.ir.serialization:from_json",
+        "ladder_text": "autopar.ladders.text:ladder_text",
+        "ladder_json": "autopar.ladders.form:ladder_json",
+        "ladder_page": "autopar.ladders.page:ladder_page",
     }
 )
 

@@ -377,6 +377,15 @@ def _verified_graph(plan: Plan, model: nn.Module, example_inputs: Any, loss_fn: 
     return graph
 
 
+def traced(
+    model: nn.Module, example_inputs: Any, loss_fn: Callable[..., Any] | None, precision: str | None, check: bool
+) -> tuple[Graph, str]:  # fmt: skip
+    """The graph of a model that is trained, and what came of running it beside the model. Raises TraceError."""
+    given = model, example_inputs, loss_fn, "train", _precision(precision)
+    graph = _trace(*given)
+    return graph, _checked_against_eager(graph, *given) if check else _NOT_ASKED
+
+
 def _trace(
     model: nn.Module, example_inputs: Any, loss_fn: Any, mode: str, precision: str | None, *, is_part: bool = False
 ) -> Graph:  # fmt: skip

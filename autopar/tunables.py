@@ -98,6 +98,9 @@ each. At 1, what no number of samples makes faster is solved again and again; at
 MOST_SAMPLES = 4
 """Of a microbatch on a rank, up to which templates of several stages are estimated. Doubled, small models are looked at
 in larger microbatches, a problem for each; halved, what larger products gain is missed."""
+MOST_SAMPLES_ALONE = 32
+"""The same where one stage is among them, on ladders: small models on few devices run in few large microbatches.
+Halved, these are missed; doubled, a problem more is solved where each larger microbatch gains something."""
 NEAR_ESTIMATE, TEMPLATES_LOOKED_AT = 1.04, 6
 """Templates of several stages are looked at, at most so many, while the next is estimated to take no more than so many
 times the best of them. Halved, the best may be missed where estimates are alike; doubled, twice as many problems."""

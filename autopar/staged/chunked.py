@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ class Chunks:
 
     def __init__(self, layered: Layered) -> None:
         self.layered = layered
-        self._of_times = cache(_chunk_of_layer)
 
     @cached_method
     def possible(self, submeshes: int, microbatches: int, may_wait: bool) -> list[tuple[str, int]]:
@@ -84,7 +83,7 @@ class Chunks:
         if ends is not None:
             before, *blocks, after = _in_steps(ends.kind(kind).time_ns)
             times = before, after
-        of_block = self._of_times(tuple(blocks), times, submeshes, chunks, turns_back)
+        of_block = _chunk_of_layer(tuple(blocks), times, submeshes, chunks, turns_back)
         if len(set(of_block)) == submeshes * chunks:
             return kind, of_block
         assert ends is not None, "there are no more chunks than layers"
@@ -97,6 +96,7 @@ def _in_steps(times_ns: npt.NDArray[np.int64]) -> list[int]:
     return [max(1, round(LAYER_STEPS * time / mean)) for time in times_ns.tolist()]
 
 
+@lru_cache(maxsize=1 << 12)
 def _chunk_of_layer(
     times: tuple[int, ...], ends: tuple[int, int], submeshes: int, chunks: int, turns_back: bool
 ) -> tuple[int, ...]:  # fmt: skip

@@ -15,7 +15,7 @@ from autopar.collector import cached_method
 from autopar.cost import Profile
 from autopar.expert_parallel import expert_parameters
 from autopar.interop import Folded, Layers, StageKind, balanced_layers, block_layers, fold
-from autopar.intraop import Sends
+from autopar.intraop import Sends, TradeOff
 from autopar.ir.constraint import may_run
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
@@ -104,6 +104,10 @@ class Layered:
         return self.short_place(
             setting.axes, setting.microbatches, setting.zero, setting.splits_sequence, setting.sharing
         )
+
+    def fastest(self, setting: Setting, work_s: float, seed: int) -> TradeOff:
+        """The placements of a setting that take least time, whatever memory they take."""
+        return self.place_of(setting).placements.trade_offs(1, work_s, seed).fastest()
 
     def _sends(self, axes: LogicalMesh) -> Sends | None:
         """Every border of layers is one of stages, as often as there are fewer of these."""

@@ -113,7 +113,7 @@ class Looks:
     def look_at_template(self, setting: Setting, recompute: str) -> None:
         """The fastest placements of a setting around a template, which computes this again."""
         try:
-            fastest = self.layered.place_of(setting).placements.trade_offs(1, *self.solver).fastest()
+            fastest = self.layered.fastest(setting, *self.solver)
             found = self.staged(setting, fastest, recompute)
             way = StageStrategy(setting, fastest, recompute)
             found += self.chunks.equal(way, self.layered.kind(way))

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from autopar.interop import StageKind
 from autopar.interop.submeshes import divisors, submesh_sizes
 from autopar.ir.mesh import make_axes
 from autopar.microbatch import divisible
+from autopar.staged.layered import Layered
 from autopar.staged.looks import NEVER, Looks
 from autopar.staged.ways import Int64Array, Setting, StageStrategy
 from autopar.tunables import (
@@ -33,12 +35,15 @@ from autopar.tunables import (
     LESS_EACH,
     LIKELY_STAGES,
     MOST_SAMPLES,
+    MOST_SAMPLES_ALONE,
     NEAR_ESTIMATE,
     SHARED_SIZES,
     TEMPLATES_LOOKED_AT,
 )
 
 _ZERO = (1, 2)
+_ZERO_ALONE = (1, 2, 3)
+"""Of one stage, whose parameters may be gathered again for each microbatch's backward pass."""
 
 
 class Estimated(NamedTuple):
@@ -53,15 +58,18 @@ class Estimated(NamedTuple):
 class StageTemplates:
     """Of a search, the templates that its request allows."""
 
-    def __init__(self, looks: Looks) -> None:
+    def __init__(self, looks: Looks, one_stage: bool = False, near: float = NEAR_ESTIMATE) -> None:
+        """one_stage: those of one stage are among them, which else are looked at by themselves (`families`). near: how
+        many times the best estimate what is estimated further may take at least."""
         self.looks, self.layered, self.mesh = looks, looks.layered, looks.layered.request.mesh
+        self.one_stage, self.near = one_stage, near
         self.best_ns, self._least_of_tp = looks.bound_ns, NEVER
         self._is_slow = False  # whether what was estimated last is, with nothing computed again
 
     def look(self) -> None:
         """Looks at the best few that fit by estimate, each with what it is to compute again; notes what the best of
         each shape takes."""
-        found = sorted(self._estimates() if self._are_open else (), key=lambda one: one[:2])
+        found = self.estimated()
         for one in found:
             shape = one.setting.num_devices, _tensor_parallel(one.setting)
             self.looks.of_shape.setdefault(shape, one.step_ns)
@@ -72,13 +80,18 @@ class StageTemplates:
             looked.add((one.setting, one.recompute))
             self.looks.look_at_template(one.setting, one.recompute)
 
+    def estimated(self) -> list[Estimated]:
+        """Those that fit by estimate, the fastest first."""
+        return sorted(self._estimates() if self._are_open else (), key=lambda one: one[:2])
+
     @property
     def _are_open(self) -> bool:
         """Whether there are any: of a model of repeated blocks, on devices enough that do not share cores, where
         constraints leave them open."""
         request, layered = self.layered.request, self.layered
         is_open = request.mode == "train" and not request.constraints and len(layered.paths) > 1
-        return is_open and self.mesh.num_devices >= FEW_DEVICES and not layered.shares_cores
+        least = 2 if self.one_stage else FEW_DEVICES
+        return is_open and self.mesh.num_devices >= least and not layered.shares_cores
 
     def _estimates(self) -> list[Estimated]:
         """Those that fit."""
@@ -89,7 +102,7 @@ class StageTemplates:
                 found += self._sharing_experts(tp)
             if tp > 1 or not found:  # who shares experts has room for more
                 found += self._of_shape(tp, 1, ("tp",) if 1 < tp <= experts else ())
-            if NEVER > self._least_of_tp > NEAR_ESTIMATE * self.best_ns:
+            if NEVER > self._least_of_tp > self.near * self.best_ns:
                 break  # more ranks send more
         return found
 
@@ -112,7 +125,8 @@ class StageTemplates:
         """More samples a microbatch are looked at as long as they gain something, or each takes less where it is too
         slow: what launches bind with one may be the best with four."""
         found, best_ns = list[Estimated](), NEVER
-        for samples in (count for count in divisors(self.layered.batch) if count <= MOST_SAMPLES):
+        most = MOST_SAMPLES_ALONE if self.one_stage else MOST_SAMPLES
+        for samples in (count for count in divisors(self.layered.batch) if count <= most):
             before, here = self._least_of_tp, [*self._of_microbatch(tp, ep, sharing, samples)]
             found += here
             here_ns = min((one.step_ns for one in here), default=NEVER)
@@ -124,42 +138,43 @@ class StageTemplates:
     def _of_microbatch(self, tp: int, ep: int, sharing: tuple[str, ...], samples: int) -> Iterator[Estimated]:
         """With so many samples a rank and microbatch, on any number of stages, in each way to store what stays."""
         every, self._is_slow = [replace(one, sharing=sharing) for one in self._on_stages(tp, ep, samples)], False
-        for alike in ([one for one in every if one.zero == zero] for zero in (0, *_ZERO)):
-            if alike and not (self._is_slow and alike[0].zero == _ZERO[-1]):  # no less is computed with less stored
+        slow = dict[bool, bool]()
+        for zero, is_one in product((0, *_ZERO_ALONE), (False, True)):
+            alike = [one for one in every if one.zero == zero and (one.num_stages == 1) == is_one]
+            if alike and not (slow.get(is_one) and zero > _ZERO[0]):  # no less is computed with less stored
                 yield from self._of_storage(alike)
+                slow[is_one] = self._is_slow
+        self._is_slow = bool(slow) and all(slow.values())
 
     def _of_storage(self, alike: Sequence[Setting]) -> Iterator[Estimated]:
         """Of settings that differ in the number of stages alone: all by what layers cost in one of them."""
         known, self._is_slow = min(alike, key=lambda one: abs(np.log2(one.num_stages / LIKELY_STAGES))), False
         with suppress(InfeasibleError):
-            choice = self.layered.place_of(known).placements.trade_offs(1, *self.looks.solver).fastest()
+            choice = self.layered.fastest(known, *self.looks.solver)
             for recompute in self.layered.recomputations:
                 kind = self.layered.kind(StageStrategy(known, choice, recompute))
                 self._least_of_tp = min(self._least_of_tp, self._least_ns(kind, known))
-                if self._least_ns(kind, known) > NEAR_ESTIMATE * self.best_ns:
+                if self._least_ns(kind, known) > self.near * self.best_ns:
                     self._is_slow = recompute == next(iter(self.layered.recomputations))
                     break
                 for setting in alike:
                     way = StageStrategy(setting, choice, recompute)
-                    yield from self._of_setting(way, stored_as(kind, known, setting, self._copied_bytes(setting)))
-
-    def _copied_bytes(self, setting: Setting) -> Int64Array:
-        """Of each layer, what a rank has of the parameters when they are gathered."""
-        tp, ep = _tensor_parallel(setting), _size(setting, "ep")
-        return self.layered.parameter_bytes(False) // tp + self.layered.parameter_bytes(True) // (tp * ep)
+                    yield from self._of_setting(
+                        way, stored_as(kind, known, setting, copied_bytes(self.layered, setting))
+                    )
 
     def _on_stages(self, tp: int, ep: int, samples: int) -> Iterator[Setting]:
         """The settings on all numbers of stages that devices, layers and the batch allow."""
         layers, devices, batch = self.layered.layers.count, self.mesh.num_devices, self.layered.batch
         for size in submesh_sizes(self.mesh, layers):
             dp, stages = size // tp, devices // size
-            if stages == 1 or size % tp or dp % ep or batch % (dp * samples):
+            if (stages == 1 and not self.one_stage) or size % tp or dp % ep or batch % (dp * samples):
                 continue
             microbatches = batch // (dp * samples)
             if divisible(self.layered.folded.graph, microbatches):
                 sizes = {name: count for name, count in (("dp", dp // ep), ("ep", ep), ("tp", tp)) if count > 1}
                 axes = make_axes(tuple(sizes), tuple(sizes.values()))
-                for zero in _ZERO if dp > 1 else (0,):
+                for zero in (_ZERO_ALONE if stages == 1 else _ZERO) if dp > 1 else (0,):
                     yield Setting(axes, size, stages, microbatches, zero, splits_sequence=tp > 1)
 
     def _least_ns(self, kind: StageKind, setting: Setting) -> int:
@@ -176,17 +191,24 @@ class StageTemplates:
             yield Estimated(best.step_ns, best.peak_bytes, way.setting, way.recompute)
 
 
+def copied_bytes(layered: Layered, setting: Setting) -> Int64Array:
+    """Of each layer, what a rank has of the parameters when they are gathered."""
+    tp, ep = _tensor_parallel(setting), _size(setting, "ep")
+    return layered.parameter_bytes(False) // tp + layered.parameter_bytes(True) // (tp * ep)
+
+
 def stored_as(kind: StageKind, known: Setting, setting: Setting, copied_bytes: Int64Array) -> StageKind:
     """What layers cost where there are other numbers of stages, so that what is sharded is among d ranks and not k.
 
     Of what a rank needs of a layer's parameters, w bytes (`copied_bytes`), ZeRO-1 keeps the gathered copy and a shard,
     and one of the optimizer's state s, in all w + (w + s) / d; ZeRO-2 of gradients a shard, too, g / d, and buckets on
-    their way with their sums, b · (1 + 1 / d).
+    their way with their sums, b · (1 + 1 / d); ZeRO-3 keeps no copy.
     """
     before, after = (one.num_devices // _tensor_parallel(one) for one in (known, setting))
     stays = kind.resident_bytes - kind.gradient_bytes
-    whole = np.minimum(stays, copied_bytes)
-    gradients = kind.gradient_bytes * before // after if setting.zero == 2 else kind.gradient_bytes
+    whole = np.minimum(stays, 0 if setting.zero == _ZERO_ALONE[-1] else copied_bytes)
+    is_sharded = setting.zero in _ZERO_ALONE[1:]
+    gradients = kind.gradient_bytes * before // after if is_sharded else kind.gradient_bytes
     on_their_way = (1 + 1 / after) / (1 + 1 / before)
     return replace(
         kind,

@@ -76,7 +76,9 @@ CASES = {
 def made(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model with random weights, the same for the same name, and its batch."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"num_layers": 12, "hidden_size": 256, "num_heads": 4, "vocab_size": 256, "seq_len": 64, "batch_size": 8}
+    sizes: dict[str, Any] = {
+        "num_layers": 12, "hidden_size": 256, "num_heads": 4, "vocab_size": 256, "seq_len": 64, "batch_size": 8,
+    }  # fmt: skip
     config: Any = (
         gpt.Config(**sizes) if name == "gpt" else llama.Config(**sizes, num_kv_heads=2, mlp_size=704)
     )  # fmt: skip

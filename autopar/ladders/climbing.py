@@ -1,0 +1,190 @@
+"""One rung: templates of any number of stages by what layers cost on all rungs, the best few placed and simulated.
+
+    settings of the rung        → estimates                 `staged.StageTemplates`, no problem solved, nothing played
+    the best few                → candidates                their stages by dynamic programming
+    the first few of these      → plans of the whole model, simulated                      `staged.finalists`
+    the best                    → verified, with its odds, as a search of its own would return it
+
+What an estimate leaves out is much alike where as many stages hold as many samples: by how much it was off on one rung
+corrects it on the next, so that few candidates have to be simulated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+from autopar.clock import guarded
+from autopar.driver import Candidate, chosen
+from autopar.errors import AutoparError, InfeasibleError
+from autopar.ir.plan import Choice, Plan
+from autopar.ir.tried import Tried
+from autopar.ladders.shared import RungLayers, SharedLayers
+from autopar.microbatch import check_plan
+from autopar.odds import Sure, with_odds
+from autopar.request import Request
+from autopar.simulate import Incremental, Timeline
+from autopar.staged.finalists import Finalists
+from autopar.staged.looks import Looks
+from autopar.staged.search import StagedSearch
+from autopar.staged.templates import Estimated, StageTemplates
+from autopar.staged.ways import EstimatedStages, Setting, StageStrategy
+from autopar.substitute import GraphCandidate
+from autopar.tunables import GUARD
+
+NEAR = 1.08
+"""Of the best estimate, up to which templates are looked at. At 1.04, what estimates of some number of stages leave out
+keeps others from being seen; at 1.15, most of what is looked at is far from the best."""
+LOOKED_AT = 8
+"""Of these, how many: the fastest, those that fit surely, and the fastest of each number of stages."""
+SIMULATED = ((2, 1.005), (5, 1.02))
+"""Plans of one stage and of several that are simulated and fit; a further one only where it is likely to take no more
+than so many times the best, or where it is likely to undercut it by as much: estimates of one stage are within a
+percent, those of schedules are not. With all as of one stage, rungs with stages are up to 4% slower than a search of
+their own finds; with all as of several, a ladder takes twice as long."""
+
+
+@dataclass(eq=False)
+class Climb:
+    """What was learned on the rungs so far, of one kind of device. off: of stages that are alike, by how many times a
+    step was longer than its estimate. least_ns: of a sample on one device, on the rung where that was least."""
+
+    sure: Sure | None
+    off: dict[Any, float] = field(default_factory=dict)
+    least_ns: float = math.inf
+
+    def plan(self, shared: SharedLayers, request: Request) -> Plan:
+        """The best plan of a rung. Raises InfeasibleError where none of these fits."""
+        layers, rows = RungLayers(shared, request), list[Tried]()
+        with guarded(GUARD * request.budget.seconds):
+            looks = self._looks(layers)
+            search = StagedSearch(layers, None, looks)
+            finalists = RungFinalists(search, looks.candidates, rows.append, shared, self)
+            for best in self._best_first([self._candidate(finalists, *found) for found in finalists.plans]):
+                try:
+                    plan = best.plan
+                    check_plan(layers.graph, plan)
+                except AutoparError as error:
+                    rows.append(Tried(infeasible=str(error)))
+                    continue
+                report = replace(plan.search, tried=tuple(rows))
+                work = layers.batch / request.mesh.num_devices
+                self.least_ns = min(self.least_ns, plan.predicted.step_time_ns / work)
+                return with_odds(replace(plan, search=report), layers.graph)
+        least = min((c.peak_bytes for c in looks.candidates), default=None)
+        raise InfeasibleError(f"found no template within {layers.limit:,} bytes a device", least)
+
+    def _looks(self, layers: RungLayers) -> Looks:
+        """What is looked at: what is far slower than on the best rung so far is not, where anything is near that."""
+        likely_ns = self.least_ns * layers.batch / layers.request.mesh.num_devices
+        for known_ns in dict.fromkeys((likely_ns, math.inf)):
+            looks = Looks(layers, known_ns)
+            for one in self._in_turn(StageTemplates(looks, one_stage=True, near=NEAR).estimated()):
+                looks.look_at_template(one.setting, one.recompute)
+            if looks.fitting:
+                break
+        return looks
+
+    def _in_turn(self, found: Sequence[Estimated]) -> list[Estimated]:
+        """The fastest, those that fit surely, and the fastest of each number of stages and each tensor parallelism."""
+        near = [one for one in found if one.step_ns <= NEAR * min(one.step_ns for one in found[:1])]
+        most = max((self.odds(one.peak_bytes) for one in near), default=0.0)
+        surely = [one for one in near if self.odds(one.peak_bytes) == most]
+        shapes = {_shape(one.setting): one for one in reversed(near)}
+        of_shapes = sorted(shapes.values(), key=lambda one: one.step_ns)
+        ordered = {(one.setting, one.recompute): one for one in (*near[:1], *surely[:2], *of_shapes, *surely, *near)}
+        return [*ordered.values()][:LOOKED_AT]
+
+    def odds(self, peak_bytes: int) -> float:
+        """How surely that fits, where it is known; all that fits is alike where it is not."""
+        return 1.0 if self.sure is None else self.sure.of(peak_bytes)
+
+    def _candidate(self, finalists: Finalists, found: EstimatedStages, played: Timeline) -> Candidate:
+        asked = Candidate(GraphCandidate(finalists.layered.graph, (), 0))
+        made = partial(finalists.stated, found, played)
+        return asked.planned(found.outline, played.step_time_ns, played.peak_bytes, made)
+
+    def _best_first(self, every: list[Candidate]) -> Iterator[Candidate]:
+        left = list(every)
+        while left:
+            best = chosen(left, self.sure)
+            left.remove(best)
+            yield best
+
+
+class RungFinalists(Finalists):
+    """The best candidates of a rung, played by what all rungs of a batch share."""
+
+    def __init__(
+        self, search: StagedSearch, found: list[EstimatedStages], note: Callable[[Tried], None],
+        shared: SharedLayers, climb: Climb,
+    ) -> None:  # fmt: skip
+        super().__init__(search, found, note)
+        self._every, self._climb = shared, climb
+        self._known: dict[int, Plan] = {}
+
+    @cached_property
+    def plans(self) -> list[tuple[EstimatedStages, Timeline]]:
+        """Those that fit: of what is near the fastest by corrected estimates, those first that fit most surely, as of
+        plans that a profile cannot tell apart one of these is taken (`driver.chosen`)."""
+        sure, limit = self._climb.sure, self.layered.limit
+        left = sorted((c for c in self.found if c.peak_bytes <= self.layered.admitted), key=self._likely_ns)
+        most_ns = self._likely_ns(left[0]) * (1 + (sure.resolution if sure is not None else 0.0)) if left else 0.0
+        plans = list[tuple[EstimatedStages, Timeline]]()
+        while left:
+            near = [c for c in left if self._likely_ns(c) <= most_ns] or left
+            most = max(self._climb.odds(c.peak_bytes) for c in near)
+            one = min((c for c in near if self._climb.odds(c.peak_bytes) == most), key=self._likely_ns)
+            best_ns = min((played.step_time_ns for _, played in plans), default=math.inf)
+            enough, like = SIMULATED[one.num_submeshes > 1]
+            is_enough = len(plans) >= (enough if self._likely_ns(one) > best_ns / like else LOOKED_AT)
+            if is_enough or self._likely_ns(one) > like * best_ns:
+                break
+            left.remove(one)
+            played = self._simulated(one)
+            if played.peak_bytes <= limit:
+                plans.append((one, played))
+        return plans if sure is not None else self._kept_more(plans)
+
+    def _simulator(self, microbatches: int) -> Incremental:
+        return self._every.simulator(microbatches)
+
+    def _built(self, candidate: EstimatedStages) -> Plan:
+        """Once, for simulating and for stating it."""
+        if id(candidate) not in self._known:
+            self._known[id(candidate)] = super()._built(candidate)
+        return self._known[id(candidate)]
+
+    def _likely_ns(self, candidate: EstimatedStages) -> float:
+        """By how far off candidates that are alike were, on this rung or one before."""
+        alike = (self._climb.off.get(key) for key in _likeness(candidate, self.layered.batch))
+        return candidate.step_ns * next((off for off in alike if off is not None), 1.0)
+
+    def _simulated(self, candidate: EstimatedStages) -> Timeline:
+        played = super()._simulated(candidate)
+        off = played.step_time_ns / candidate.step_ns
+        self._climb.off.update(dict.fromkeys(_likeness(candidate, self.layered.batch), off))
+        return played
+
+    def _explained(self, way: StageStrategy) -> tuple[Choice, ...]:
+        """Each decision against the others of its template."""
+        return self.layered.place_of(way.setting).placements.explained(way.choice.choice)
+
+
+def _likeness(candidate: EstimatedStages, batch: int) -> tuple[Any, ...]:
+    """What candidates have whose estimates are off alike: all that says how their stages run; and their schedule, on as
+    many stages."""
+    way = candidate.ways[0]
+    sizes = {axis.name: axis.size for axis in way.setting.axes}
+    ranks = way.setting.num_devices // sizes.get("tp", 1)
+    samples = batch / candidate.microbatches / ranks
+    near = _shape(way.setting), candidate.schedule
+    return (*near, len(candidate.ways), samples, way.setting.zero, way.recompute, way.setting.sharing), near
+
+
+def _shape(setting: Setting) -> tuple[int, int]:
+    """Stages, and ranks of tensor parallelism."""
+    return setting.num_stages, next((axis.size for axis in setting.axes if axis.name == "tp"), 1)
