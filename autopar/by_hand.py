@@ -33,7 +33,9 @@ from autopar.shares import SharedBatch
 from autopar.staging import checked_sizes, cut, even_sizes, stages_of_sizes
 from autopar.step import simulated_again, with_simulator
 from autopar.template import (
+    FACTORS,
     check_context,
+    check_gradients,
     check_hsdp,
     positions,
     template_axes,
@@ -49,7 +51,7 @@ def template_of_graph(
     graph: Graph, mesh: Mesh, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1, schedule: str = "1f1b",
     chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False, zero: int = 0,
     hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat", exchange_chunks: int = 1,
-    recompute: str = "none", split: str = "equal", experts: str = "whole", replicas: int = 0,
+    recompute: str = "none", split: str = "equal", experts: str = "whole", replicas: int = 0, gradients: str = "sums",
     mode: str = "train",
     optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
     constraints: Sequence[Constraint] = (),
@@ -63,6 +65,7 @@ def template_of_graph(
     check_slices(experts, dp // ep)
     check_replicas(replicas, ep, exchange, experts)
     check_context(mesh, cp, context)
+    check_gradients(gradients, pp, mesh.is_homogeneous)
     graph, told = for_sequences(graph, ring=context == "ring") if cp > 1 else (graph, ())
     graph, in_parts = in_chunks(graph, exchange_chunks)
     graph, replicated = with_replicas(graph, replicas)
@@ -96,6 +99,7 @@ def template_of_graph(
         sharing,
         part.blocks,
         "" if experts == "whole" else "dp",
+        gradients,
     )
     rules += constraints
     again = template_recompute(graph, paths, recompute)
@@ -108,7 +112,7 @@ def template_of_graph(
         stages = UnequalStages(part, kinds, len(first_ranks) // pp, schedule, paths, request, profiles_of(mesh))
         plan = stages.plan(split, sizes)
     else:
-        plan = _fitted(Place(part, axes, request, load_profile(mesh.profile)))
+        plan = _fitted(Place(part, axes, request, load_profile(mesh.profile), by_factors=gradients == FACTORS))
     if is_adaptive or experts == ADAPTIVE:
         graph, plan = _by_load(given, plan, is_adaptive, experts == ADAPTIVE)
     return _checked(replace(plan, substitutions=(*told, *plan.substitutions)), graph)

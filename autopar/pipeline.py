@@ -60,7 +60,14 @@ from autopar.running import checked_runs, running
 from autopar.shapes import under_plan
 from autopar.simulate import Timeline, predict
 from autopar.step import simulated_step, with_simulator
-from autopar.template import check_context, check_hsdp, longest_sequence, template_axes, template_ranks
+from autopar.template import (
+    check_context,
+    check_gradients,
+    check_hsdp,
+    longest_sequence,
+    template_axes,
+    template_ranks,
+)
 from autopar.trace import held_against_eager, trace, with_loss
 from autopar.tunables import LONG_SEQUENCE
 
@@ -230,6 +237,7 @@ def template_plan(
     schedule: str = "1f1b", chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False,
     zero: int = 0, hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat",
     exchange_chunks: int = 1, experts: str = "whole", replicas: int = 0, recompute: str = "none", split: str = "equal",
+    gradients: str = "sums",
     loss_fn: Callable[..., Any] | None = None, mode: str = "train", optimizer: str | None = "adamw",
     precision: str | None = None, memory_limit: int | None = None, routing: Routing | None = None, check: bool = True,
     part: bool = False,
@@ -269,7 +277,9 @@ def template_plan(
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
     modules around each block's attention operator alone; "selective" for operators that are cheap for the memory that
-    this frees, such as norms and activations. routing, check, part: as in `parallelize`.
+    this frees, such as norms and activations. gradients: "sums" adds up those of each parameter over dp; "factors"
+    gathers, for linear operators where that is less, the rows of their inputs and of their results' gradients, of which
+    each rank makes the whole gradient itself. routing, check, part: as in `parallelize`.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, dp=dp, tp=tp, pp=pp, zero=zero,
@@ -278,6 +288,7 @@ def template_plan(
     template_axes(checked(mesh), dp, tp, pp, hsdp, cp, ep, exchange)  # refused before the model is traced
     check_hsdp(mesh, pp, hsdp, zero)
     check_context(mesh, cp, context)
+    check_gradients(gradients, pp, mesh.is_homogeneous)
     template_ranks(mesh, pp, chunks, schedule)
     if part:
         loss_fn = stand_in_loss(loss_fn, mode, {})
@@ -292,8 +303,8 @@ def template_plan(
         graph, mesh, dp=dp, tp=tp, pp=pp,
         microbatches=microbatches, schedule=schedule, chunks=chunks, layers=layers, sequence_parallel=sequence_parallel,
         zero=zero, hsdp=hsdp, cp=cp, context=context, ep=ep, exchange=exchange, exchange_chunks=exchange_chunks,
-        experts=experts, replicas=replicas, recompute=recompute, split=split, mode=mode, optimizer=optimizer,
-        precision=precision, memory_limit=memory_limit,
+        experts=experts, replicas=replicas, recompute=recompute, split=split, gradients=gradients, mode=mode,
+        optimizer=optimizer, precision=precision, memory_limit=memory_limit,
     )  # fmt: skip
     steps += (*causal, *plan.substitutions)
     return replace(plan, routing=routing, substitutions=steps, checked_against_eager=against_eager)

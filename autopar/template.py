@@ -30,6 +30,9 @@ DATA = ("dp", "hsdp", "ep_nodes", "ep")
 expert parallelism, ranks with experts of their own."""
 
 
+GRADIENTS = SUMS, FACTORS = "sums", "factors"
+"""How gradients of parameters meet: all as sums, or those of linear operators as factors where that sends less."""
+
 CONTEXTS = get_args(Context)
 """How attention over positions that are split may run."""
 
@@ -87,6 +90,15 @@ def check_context(mesh: Mesh, cp: int, context: str) -> None:
         raise PlanError(f"expected devices of one kind with cp={cp}, found {mesh}; use cp=1")
 
 
+def check_gradients(gradients: str, pp: int, is_homogeneous: bool) -> None:
+    """That gradients meet in a way that there is; as factors in one stage, of equal devices. Raises PlanError."""
+    if gradients not in GRADIENTS:
+        raise PlanError(f"expected gradients as one of {', '.join(GRADIENTS)}, found {gradients!r}")
+    if gradients == FACTORS and (pp > 1 or not is_homogeneous):
+        found = f"pp={pp}" if pp > 1 else "devices of several kinds"
+        raise PlanError(f'expected one stage on devices of one kind with gradients="factors", found {found}; use "sums"')
+
+
 def check_split(split: str) -> None:
     """That blocks, or rows, are shared out in a way that there is. Raises PlanError."""
     if split not in ("equal", "speed"):
@@ -116,7 +128,7 @@ def template_recompute(graph: Graph, block_paths: Sequence[str], recompute: str)
 def template_constraints(
     graph: Graph, axes: LogicalMesh, zero: int, sequence_parallel: bool, block_paths: tuple[str, ...],
     batch: Mapping[str, Type], sequence: Mapping[str, Type] | None = None, context: str = "gather",
-    sharing: Sequence[str] = (), kept: SomeBlocks | None = None, sliced: str = "",
+    sharing: Sequence[str] = (), kept: SomeBlocks | None = None, sliced: str = "", gradients: str = SUMS,
 ) -> list[Constraint]:  # fmt: skip
     """The constraints of a template on its axes.
 
@@ -127,7 +139,9 @@ def template_constraints(
     parameters as on dp. tp: matrices are sharded where a dim divides (Megatron's column and row pairs then cost least),
     parameters stored as used; with sequence parallel, activations between blocks prefer to be split. sharing: the axes
     that share the experts; kept: which results stand for equal ones; sliced: an axis whose ranks have slices of them.
+    gradients: how those of parameters meet on dp and hsdp (`GRADIENTS`).
     """
+    meeting = ("I",) if gradients == FACTORS else ()
     names = [axis.name for axis in axes]
     num_ranks = math.prod(axis.size for axis in axes if axis.name in DATA)
     sharded = "hsdp" if "hsdp" in names else "dp"
@@ -143,8 +157,8 @@ def template_constraints(
         is_sharded = zero > 0 and data in (sharded, "ep_nodes", "ep")
         stored = ("S",) if is_sharded else ("I", "R")  # R: a frozen parameter has no gradient to keep whole
         whole = [
-            Constraint("*", ("R",), what="used", axis=data, min_dims=2),
-            Constraint("*", ("R", "P"), what="used", axis=data),
+            Constraint("*", ("R", *meeting), what="used", axis=data, min_dims=2),
+            Constraint("*", ("R", "P", *meeting), what="used", axis=data),
             Constraint("*", stored, what="stored", axis=data, soft=is_sharded, zero=zero if is_sharded else None),
         ]
         found += [Constraint(name, given(name), what="input", axis=data) for name in graph.inputs]

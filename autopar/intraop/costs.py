@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost import Profile, collective_time_ns, node_time_ns
-from autopar.cost.compute import pointwise_time_ns
+from autopar.cost.compute import gathered_ns, pointwise_time_ns
 from autopar.cost.inside import inner_time_ns
 from autopar.cost.memory import optimizer_state_bytes, saved_values, storage_root
 from autopar.cost.routes import UNREACHABLE, Routes, routes
@@ -25,7 +25,7 @@ from autopar.ir.plan import Storage
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import folded_tensors
 from autopar.ops import call_key
-from autopar.ops.communication import inner_communication, worked_shapes
+from autopar.ops.communication import gathered_rows, inner_communication, worked_shapes
 from autopar.ops.saved import Extra, Saved
 from autopar.selection.problem import NO_PATH_NS
 
@@ -116,6 +116,9 @@ class ProfiledCosts:
         results = self._shapes(node.results, strategy.results)
         operands = worked_shapes(node, operands, strategy.operands, self.axes)
         forward, backward = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
+        if self.train and (times := gathered_rows(node, strategy.operands, self.axes)) > 1:
+            longer = gathered_ns(node, operands, results, self.graph.tensors, times, self.profile)
+            forward, backward = forward + longer[0], backward + longer[1]
         inner, inner_back = self._inner_ns(node, strategy, (forward, backward))
         return forward + (backward if self.train else 0) + inner + inner_back, forward + inner
 

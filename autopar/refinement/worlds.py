@@ -110,6 +110,8 @@ class Worlds:
         """Raises PlanError where there is none."""
         if outline not in self._known:
             place = self.place(Outline((outline.axes,), outline.microbatches))
+            if not (outline.stage_of or isinstance(self.profile, Mapping)):
+                place = replace(place, by_factors=True)
             graph, profile = place.part.graph, place.shared_profile
             staged = partial(self.cut, graph, outline)
             score: Score = CutScore(graph, profile, staged) if outline.stage_of else Incremental(graph, profile)
@@ -124,7 +126,7 @@ class Worlds:
 
     def _space(self, place: Place, recomputes: bool) -> Space:
         """One for all outlines of equal axes and microbatches."""
-        key = place.axes, place.part.microbatches, recomputes
+        key = place.axes, place.part.microbatches, recomputes, place.by_factors
         if key not in self._spaces:
             self._spaces[key] = space_of(place, recomputes)
         return self._spaces[key]

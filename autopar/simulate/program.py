@@ -17,6 +17,7 @@ from typing import NamedTuple
 from autopar.cost import Profile, beside_compute_ns, collective_time_ns, waits_along
 from autopar.cost.compute import (
     copy_time_ns,
+    gathered_ns,
     node_issue_ns,
     node_time_ns,
     optimizer_time_ns,
@@ -50,7 +51,7 @@ from autopar.ir.plan import COMPILED, NodePlan, Plan, StagePlan, Storage
 from autopar.ir.recompute import PieceStep, makes_memory, pieces_needed
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import answered_values, leaving_values
-from autopar.ops.communication import inner_communication, worked_shapes
+from autopar.ops.communication import gathered_rows, inner_communication, worked_shapes
 from autopar.ops.experts import ROUTED_EXPERTS, place_table_bytes
 from autopar.ops.inner import Inner
 from autopar.ops.saved import Extra, Saved
@@ -700,6 +701,9 @@ class Lowering:
             issue_ns = node_issue_ns(node, operands, results, self.graph.tensors, self.profile)
             if fused:
                 times, issue_ns = compiled_time_ns(node, operands, results, self.graph.tensors, self.profile, fused)
+            if self.trains and (ranks := gathered_rows(node, placements.operands, self.plan.axes)) > 1:
+                longer = gathered_ns(node, operands, results, self.graph.tensors, ranks, self.profile)
+                times = times[0] + longer[0], times[1] + longer[1]
             split = (
                 Split(*split_backward_ns(node, operands, results, self.graph.tensors, back, self.profile))
                 if back
