@@ -59,7 +59,7 @@ def template_of_graph(
     """`template_plan` of a traced model, under further constraints."""
     axes = template_axes(mesh, dp, tp, pp, hsdp, cp, ep, exchange)
     sharing = expert_axes(mesh, dp, tp, cp, ep, exchange).sharing
-    check_hsdp(mesh, pp, hsdp, zero)
+    check_hsdp(mesh, pp, hsdp)
     check_experts(graph, ep)
     check_alone(mesh, hsdp, ep)
     check_slices(experts, dp // ep)

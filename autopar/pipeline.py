@@ -255,7 +255,9 @@ def template_plan(
     "zero_bubble_v" (two stages a submesh, the second ones from the last submesh to the first) or "dualpipev" (the same,
     with most backward passes in one part). microbatches: the global batch is cut into so many, each split over dp.
     zero: what data-parallel ranks hold in shards (ZeRO 0 to 3); hsdp: among how many neighbours of them, which divides
-    dp, with a copy for each such group: gradients are reduce-scattered inside and all-reduced across. 1: among all.
+    dp, with a copy for each such group: gradients are reduce-scattered inside and all-reduced across. 1: among all. Of
+    zero=0, every rank has a copy, and gradients are summed by levels where that is faster: reduce-scattered inside,
+    all-reduced across, all-gathered inside.
     cp: among how many ranks sequences are split (context parallelism): what is made of positions, which are dim 1 of
     inputs, losses too. context: how attention runs then. "gather": queries stay, keys and values come from all ranks
     inside of each attention operator, again for its backward pass; "ring": they pass from rank to rank while the block
@@ -286,7 +288,7 @@ def template_plan(
         hsdp=hsdp, cp=cp, ep=ep, microbatches=microbatches, chunks=chunks, layers=layers, routing=routing,
     )  # fmt: skip
     template_axes(checked(mesh), dp, tp, pp, hsdp, cp, ep, exchange)  # refused before the model is traced
-    check_hsdp(mesh, pp, hsdp, zero)
+    check_hsdp(mesh, pp, hsdp)
     check_context(mesh, cp, context)
     check_gradients(gradients, pp, mesh.is_homogeneous)
     template_ranks(mesh, pp, chunks, schedule)

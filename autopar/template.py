@@ -74,12 +74,10 @@ def template_ranks(mesh: Mesh, pp: int, chunks: int, schedule: str) -> tuple[int
     return tuple(row.in_turn(firsts, chunks if row.has_chunks else 1))
 
 
-def check_hsdp(mesh: Mesh, pp: int, hsdp: int, zero: int) -> None:
-    """That there is something to shard among so many ranks, whose batches are equal. Raises PlanError."""
+def check_hsdp(mesh: Mesh, pp: int, hsdp: int) -> None:
+    """That the batches of so many neighbours are equal. Raises PlanError."""
     if hsdp > 1 and pp == 1 and not mesh.is_homogeneous:
         raise PlanError(f"expected devices of one kind, or stages, with hsdp={hsdp}, found {mesh}")
-    if hsdp > 1 and zero == 0:
-        raise PlanError(f"expected zero as 1, 2 or 3 with hsdp={hsdp}, which says among how many ranks, found 0")
 
 
 def check_context(mesh: Mesh, cp: int, context: str) -> None:
@@ -96,7 +94,9 @@ def check_gradients(gradients: str, pp: int, is_homogeneous: bool) -> None:
         raise PlanError(f"expected gradients as one of {', '.join(GRADIENTS)}, found {gradients!r}")
     if gradients == FACTORS and (pp > 1 or not is_homogeneous):
         found = f"pp={pp}" if pp > 1 else "devices of several kinds"
-        raise PlanError(f'expected one stage on devices of one kind with gradients="factors", found {found}; use "sums"')
+        raise PlanError(
+            f'expected one stage on devices of one kind with gradients="factors", found {found}; use "sums"'
+        )
 
 
 def check_split(split: str) -> None:

@@ -125,6 +125,8 @@ class ClassWriter:
             parts.append("regather=True")
         elif storage.reduce_each_microbatch:
             parts.append("reduce_each_microbatch=True")
+        if any(step.parts > 1 for planned in self.planned[stored.tensor] for step in planned.steps):
+            parts.append("by_levels=True")
         if not stored.requires_grad:
             parts.append("requires_grad=False")
         parts += pieces_text(self.graph, stored)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost import Profile, collective_time_ns, node_time_ns
+from autopar.cost.collectives import sums_by_levels
 from autopar.cost.compute import gathered_ns, pointwise_time_ns
 from autopar.cost.inside import inner_time_ns
 from autopar.cost.memory import optimizer_state_bytes, saved_values, storage_root
@@ -22,7 +23,7 @@ from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh, unnamed_text
 from autopar.ir.placement import Axis, Placement, local_shape
 from autopar.ir.plan import Storage
-from autopar.ir.redistribution import Step
+from autopar.ir.redistribution import Step, by_levels
 from autopar.ir.structure import folded_tensors
 from autopar.ops import call_key
 from autopar.ops.communication import gathered_rows, inner_communication, worked_shapes
@@ -263,9 +264,19 @@ class ProfiledCosts:
         return self.microbatches if storage.regather or storage.reduce_each_microbatch else 1
 
     def steps(self, tensor: Tensor, source: Placement, target: Placement) -> tuple[Step, ...] | None:
-        """The redistribution whose time the costs count; None when there is none."""
+        """The redistribution whose time the costs count; None when there is none. The gradient of a parameter is summed
+        over several axes by levels where that takes less."""
         route = self._routes(tensor).route(source, target)
-        return None if route is None else route.steps
+        if route is None or not self._sums_by_levels(tensor, route.steps):
+            return None if route is None else route.steps
+        return by_levels(route.steps, self.axes)
+
+    def _sums_by_levels(self, tensor: Tensor, steps: tuple[Step, ...]) -> bool:
+        stored = self.graph.stored_by_tensor.get(tensor.name)
+        if stored is None or stored.kind != "parameter" or not (tensor.differentiable and self.train):
+            return False
+        shape, itemsizes = tensor.shape, self.graph.itemsizes(tensor.name)
+        return sums_by_levels(shape, itemsizes, steps, self.axes, self.devices_per_node, self.profile)
 
     def _routes(self, tensor: Tensor) -> Routes:
         differentiable = tensor.differentiable and self.train

@@ -19,7 +19,7 @@ from autopar.ir.schedule import PLAIN
 from autopar.ir.shares import alike_ranks, axis_text
 from autopar.ir.slice_table import SliceTable
 from autopar.ir.tried import Tried
-from autopar.show.factors import factors_text
+from autopar.show.gradients import gradients_text
 from autopar.show.hsdp import hsdp_text
 from autopar.substitute import exchanges
 
@@ -52,7 +52,7 @@ def plan_text(plan: Plan) -> str:
         "exchange": exchanges_text(plan),
         "recompute": recompute_text(plan) if plan.recompute else "",
         "hsdp": hsdp_text(plan),
-        "gradients": factors_text(plan),
+        "gradients": gradients_text(plan),
     }
     lines += [f"  {name.ljust(11)} {text}" for name, text in rows.items() if text]
     lines += share_lines(plan)

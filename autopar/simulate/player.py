@@ -156,7 +156,8 @@ class Travelling(NamedTuple):
     """A bucket's gradients on their way to smaller shards: when they are there, and what kind of task that ends.
 
     copied_bytes: of copies; added_bytes: of shards that are added to those of earlier microbatches; new_bytes: of those
-    that take the place of no others, which are there at the end where they were summed in a buffer before.
+    that take the place of no others, which are there at the end where they were summed in a buffer before. stays: to
+    the end of the step.
     """
 
     end_ns: int
@@ -166,6 +167,7 @@ class Travelling(NamedTuple):
     new_bytes: int
     whole_bytes: int
     has_buffer: bool
+    stays: bool = False
 
     @property
     def freed_bytes(self) -> int:
@@ -359,6 +361,7 @@ class Player:
 
     def __init__(self, program: LocalProgram, profile: Profile, orders: Orders, overlap: Overlap) -> None:
         self.program, self.orders, self.overlap = program, orders, overlap
+        self._sums_itself = profile.device_type == "cpu"
         self._collective_ns = profile.host.collective_ns if profile.host else 0
         self._slowdowns, self._queues = profile.slowdowns, queues_of(profile, overlap)
         self._number = {slot.value: number for number, slot in enumerate(program.slots)}
@@ -700,6 +703,8 @@ class Player:
             name = f"{BEGUN}:{share.way}" if share.comes else slots[0].tensor  # `Renames` knows who began it
             _, last = self._transmit(f"gradient of {name}", "gradient", share.transmissions, after)
             self._home.append(last)
+            if slots[0].by_levels:
+                self._begin_levels(share.transmissions, last)
         if self.overlap.sums is Sums.BUFFERED:
             self._whole.difference_update(share.slots)
             self._buffered.discard(index)
@@ -710,8 +715,16 @@ class Player:
         """Before another bucket is sent: journeys of several steps end, and the oldest if many are left."""
         for journey in [j for j in self._travelling if j[1].has_buffer]:
             self._end_travelling(journey)
-        while shrinks and len(self._travelling) >= MAX_IN_FLIGHT:
-            self._end_travelling(self._travelling[0])
+        while shrinks and len(going := [j for j in self._travelling if not j[1].stays]) >= MAX_IN_FLIGHT:
+            self._end_travelling(going[0])
+
+    def _begin_levels(self, transmissions: Sequence[Transmission], task: int) -> None:
+        """Parts of a sum by levels, and where the runtime makes reduce-scatters of all-to-alls, what these receive: no
+        longer there than until the step ends."""
+        scattered = [sent for sent in transmissions if sent.collective == "reduce_scatter"]
+        size = sum(sent.num_bytes // sent.num_ranks + sent.num_bytes * self._sums_itself for sent in scattered)
+        self.engine.allocate(self.engine.last, size, UNDER_WAY, Moment.SEND)
+        self._travelling.append((task, Travelling(0, "", size, 0, 0, 0, False, stays=True)))
 
     def _begin_journey(self, index: int, task: int) -> None:
         """Whole gradients stay until the runtime waits for their journey's end; shards arrive in memory of their own.

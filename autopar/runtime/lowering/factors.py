@@ -30,11 +30,14 @@ def linear_by_factors(
     they are not equal.
     """
     real = tuple(axis for axis in axes if axis.size > 1)
-    found: Tensor = _LinearByFactors.apply(x.contiguous(), weight, bias, real, rows)  # type: ignore[no-untyped-call]
-    return found
+    matrix = x.reshape(-1, x.size(-1))
+    found: Tensor = _LinearByFactors.apply(matrix, weight, bias, real, rows)  # type: ignore[no-untyped-call] # torch's
+    return found.view(*x.shape[:-1], weight.size(0))
 
 
 class _LinearByFactors(torch.autograd.Function):
+    """Of a matrix of rows."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axes: tuple[Axis, ...], rows: int | None
@@ -49,7 +52,7 @@ class _LinearByFactors(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         wait = None
         if wants_weight or wants_bias:
-            wait = _start_gather(torch.cat([_matrix(x), _matrix(gradient)], 1), ctx.axes, ctx.rows)
+            wait = _start_gather(torch.cat([x, gradient], 1), ctx.axes, ctx.rows)
         own = gradient @ weight if wants_x else None
         if wait is None:
             return own, None, None, None, None
@@ -57,10 +60,6 @@ class _LinearByFactors(torch.autograd.Function):
         inputs, gradients = both[:, : weight.size(1)], both[:, weight.size(1) :]
         whole = gradients.t() @ inputs if wants_weight else None
         return own, whole, gradients.sum(0) if wants_bias else None, None, None
-
-
-def _matrix(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.size(-1))
 
 
 def _start_gather(own: Tensor, axes: Sequence[Axis], rows: int | None) -> Callable[[], Tensor]:
