@@ -64,8 +64,8 @@ def _useful_rules(graph: Graph, node: Node, by_factors: bool) -> Sequence[AxisRu
     """The node's rules but those that hold a weight as summands, which nothing can gain from."""
     if not node.operands:
         return [AxisRule((), (R,) * len(node.results))]
-    rules = axis_rules(graph, node)
-    rules = rules if by_factors else without_factors(node, rules)
+    every = axis_rules(graph, node)
+    rules = every if by_factors else without_factors(node, every)
     return [rule for rule in rules if not _sums_weight(graph, node, rule)]
 
 

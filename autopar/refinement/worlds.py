@@ -41,7 +41,7 @@ class Worlds:
         self.graph, self.blocks, self.request, self.profile, self.plan = graph, blocks, request, profile, plan
         self._places: dict[Outline, Place] = {}
         self._known: dict[Outline, World] = {}
-        self._spaces: dict[tuple[LogicalMesh, int, bool], Space] = {}
+        self._spaces: dict[tuple[LogicalMesh, int, bool, bool], Space] = {}
         self._outline_of: dict[World, Outline] = {}
 
     def outline_of(self, world: World) -> Outline:

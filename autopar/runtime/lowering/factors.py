@@ -8,6 +8,7 @@ Zeros that are added to even out rows add nothing to either sum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ def linear_by_factors(
     they are not equal.
     """
     real = tuple(axis for axis in axes if axis.size > 1)
-    matrix = x.reshape(-1, x.size(-1))
+    matrix = x.reshape(math.prod(x.shape[:-1]), x.size(-1))  # of no columns, -1 would say nothing
     found: Tensor = _LinearByFactors.apply(matrix, weight, bias, real, rows)  # type: ignore[no-untyped-call] # torch's
     return found.view(*x.shape[:-1], weight.size(0))
 
