@@ -25,7 +25,7 @@ as a leaf of either tree: b/m·β.
 
 Hierarchical: reduce-scatter inside the nodes, all-reduce across on 1/m of the bytes, all-gather inside
 (BlueConnect, MLSys'19), as NCCL has it; gloo's rings and trees know no nodes, where a plan sums gradients by levels
-itself (`sums_by_levels`). Two-level all-to-all: inside the nodes, then between the ranks of equal place (TUTEL,
+itself (`sum_ns`). Two-level all-to-all: inside the nodes, then between the ranks of equal place (TUTEL,
 MLSys'23).
 A ring over several nodes uses the adapters of all its m ranks in a node, so it crosses at m times one adapter's
 bandwidth, or at the speed inside the node if that is less (NCCL's channels).
@@ -52,12 +52,10 @@ from autopar.ir.redistribution import (
     ItemSize,
     Step,
     apply,
-    by_levels,
     cheapest_path,
     gradient_collectives,
     transfer_bytes,
 )
-from autopar.runtime.packing import LONE_BYTES
 
 
 class Wire(NamedTuple):
@@ -390,28 +388,16 @@ def step_time_ns(
 
 
 @lru_cache(maxsize=1 << 16)
-def sums_by_levels(
-    shape: Shape, itemsize: ItemSize, steps: tuple[Step, ...], axes: LogicalMesh, devices_per_node: int,
-    profile: Profile,
-) -> bool:  # fmt: skip
-    """Whether a parameter's gradient takes less on its way home by levels than in a sum along one axis after another.
-
-    A small one travels with others, and is priced like the least that travels alone. Not over axes with shares.
-    """
-    levels = None if any(axis.shares for axis in axes) else by_levels(steps, axes)
-    if levels is None:
-        return False
-    width = itemsize if isinstance(itemsize, int) else itemsize[1]
-    num_bytes = max(math.prod(shape) * width, LONE_BYTES)
-    sizes = [(0, num_bytes if step.transfers[1].collective else 0) for step in steps]
-    flat, composed = (
-        sum(
-            collective_time_ns(sent.collective, sent.num_bytes, axes[sent.axis], devices_per_node, profile)
-            for sent in gradient_collectives(way, sizes, axes)
-        )
-        for way in (steps, levels)
+def sum_ns(
+    steps: tuple[Step, ...], num_bytes: int, axes: LogicalMesh, devices_per_node: int, profile: Profile
+) -> int:  # fmt: skip
+    """Nanoseconds of the sum at the begin of a gradient's way home, of so many bytes: by levels, or along one axis
+    after another, as the last of its steps say."""
+    last = [step for step in steps if (step.before.kind, step.after.kind) == ("I", "R")]
+    sent = gradient_collectives(last, [(0, num_bytes)] * len(last), axes)
+    return sum(
+        collective_time_ns(one.collective, one.num_bytes, axes[one.axis], devices_per_node, profile) for one in sent
     )
-    return composed < flat
 
 
 class Route(NamedTuple):

@@ -289,8 +289,8 @@ def _check_levels(graph: Graph, stage: Stage, redistribute: Redistribute, where:
     if redistribute.steps != by_levels(plain, stage.axes):
         found = ", ".join(f"{step.before} -> {step.after} in {step.parts}" for step in redistribute.steps)
         raise PlacementError(
-            f"{where}: expected a sum by levels over two axes at least, in as many parts as ranks of all its axes but that of "
-            f"its first step, found {found}"
+            f"{where}: expected a sum by levels over two axes at least, in as many parts as ranks of all its axes but "
+            f"that of its first step, found {found}"
         )
 
 

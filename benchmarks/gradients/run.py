@@ -6,13 +6,13 @@ factors: a perceptron with wide layers at batch 8, in data parallelism of two an
 are summed (`gradients="sums"`), or rows are gathered (`gradients="factors"`); and what the search takes where samples
 are split and every rank has a copy of the model.
 
-levels: the same model at batch 64 on four ranks of this host, taken as two nodes of two. What crosses from node to node
-is delayed: the two pairs of ranks share a link of so many megabytes a second in each direction, which a collective
+levels: a model of half those widths at batch 64 on four ranks of this host, taken as two nodes of two. What crosses
+from node to node is delayed: the two pairs of ranks share a link of so many megabytes a second in each direction, which a collective
 occupies for the bytes that its ring sends over it. Along one axis of four ranks; along two, one after the other; and by
 levels: reduce-scatter inside, all-reduce across, all-gather inside.
 
 Programs of a case take turns in the same processes, round by round; ratios are medians over rounds, with quartiles.
-Written to results.json and results.md with command, machine and date.
+Written to factors.md and levels.md, and .json beside them, with command, machine and date.
 """
 
 from __future__ import annotations
@@ -33,16 +33,20 @@ from torch import nn
 
 import autopar
 from autopar.cost.profile import profile_to_json
+from autopar.ir.placement import I, R
 from autopar.ir.plan import Plan
+from autopar.ir.redistribution import Step
 from autopar.profiler import load_profile
 from autopar.runtime import comm
+from autopar.simulate import predict
 from benchmarks.facts import facts, write_record
 from benchmarks.side_by_side import Times, ratios, side_by_side
 from models import mlp
 
 HERE = Path(__file__).parent
 WIDTHS = (2048, 4096, 4096, 1024)
-CONFIG, LARGER = mlp.Config(widths=WIDTHS, batch_size=8), mlp.Config(widths=WIDTHS, batch_size=64)
+CONFIG = mlp.Config(widths=WIDTHS, batch_size=8)
+NARROWER = mlp.Config(widths=tuple(width // 2 for width in WIDTHS), batch_size=64)
 COPIES = (
     autopar.Constraint(stages=1),
     autopar.Constraint("*", ("S(0)",), what="input"),
@@ -108,9 +112,9 @@ def _row(case: str, plans: Mapping[str, Plan], times: Mapping[str, Times], one: 
 def slow_mesh(bytes_a_second: float) -> autopar.Mesh:
     """Two nodes of two of this host's devices, whose link is so slow in each direction."""
     profile = profile_to_json(load_profile("cpu"))
-    for link in profile["links"]:
-        if link["level"] == "inter_node":
-            link |= {"bandwidth": bytes_a_second, "node_bandwidth": bytes_a_second}
+    inside = next(link for link in profile["links"] if link["level"] == "intra_node")
+    across = {**inside, "level": "inter_node", "bandwidth": bytes_a_second, "node_bandwidth": bytes_a_second}
+    profile["links"] = [inside, across]
     path = Path(tempfile.mkdtemp(prefix="autopar-gradients-")) / "slow.json"
     path.write_text(json.dumps(profile))
     return autopar.Mesh(str(path), nodes=2, devices_per_node=2)
@@ -151,7 +155,7 @@ def _sleep_until(at: float) -> None:
 
 def levels(bytes_a_second: float, rounds: int) -> list[dict[str, Any]]:
     """Of one axis, two axes in turn, and levels."""
-    model, batch = build(LARGER)
+    model, batch = build(NARROWER)
     mesh = slow_mesh(bytes_a_second)
     chosen = autopar.template_plan(model, mesh, batch, dp=RANKS, hsdp=2, check=False)
     plans = {
@@ -159,26 +163,34 @@ def levels(bytes_a_second: float, rounds: int) -> list[dict[str, Any]]:
         "two axes": _predicted(in_turn(chosen)),
         "levels": chosen,
     }
-    sources = {name: source_of(plan, LARGER) for name, plan in plans.items()}
-    times = side_by_side(partial(build_slow, LARGER, bytes_a_second), sources, RANKS, rounds)
+    sources = {name: source_of(plan, NARROWER) for name, plan in plans.items()}
+    times = side_by_side(partial(build_slow, NARROWER, bytes_a_second), sources, RANKS, rounds)
     by_levels = "by_levels=True" in sources["levels"]
     free = autopar.parallelize(model, mesh, batch, constraints=COPIES, search="fast", check=False)
-    told = {"template": "levels" if by_levels else "sums", "search": "levels" if "by_levels" in free.source else "sums"}
+    told = {"template": "levels" if by_levels else "sums", "search": _meeting(free.plan)}
     return [
         {**_row(f"levels instead of {name}", plans, times, name, "levels"), **told} for name in ("one axis", "two axes")
     ]
 
 
+def _meeting(plan: Plan) -> str:
+    """How gradients meet: as the plan's screen says it."""
+    return next(
+        (line.split(maxsplit=1)[1] for line in str(plan).splitlines() if line.startswith("  gradients")), "sums"
+    )
+
+
 def in_turn(plan: Plan) -> Plan:
-    """The plan with sums along one axis after the other."""
-    made = (replace(r, steps=tuple(step._replace(parts=1) for step in r.steps)) for r in plan.stage.redistributes)
+    """The plan with gradients of parameters summed along one axis after the other."""
+    steps = tuple(Step(place, I, R) for place in range(len(plan.stage.axes)))
+    made = (replace(r, steps=steps) if r.tensor in plan.parameters else r for r in plan.stage.redistributes)
     return plan.placed(redistributes=tuple(made))
 
 
 def _predicted(plan: Plan) -> Plan:
     """With the step that the simulator foretells."""
-    step_ns = plan.timeline().step_time_ns
-    return replace(plan, predicted=replace(plan.predicted, step_time_ns=step_ns))
+    timeline: Any = plan.timeline()
+    return replace(plan, predicted=predict(timeline))
 
 
 # The page ----------------------------------------
@@ -211,15 +223,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--megabytes-a-second", type=float, default=40.0)
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    if "factors" in options.cases:
-        for ranks in (2, 4):
-            rows.append(factors(ranks, options.rounds))
-            print(json.dumps(rows[-1]), flush=True)
-    if "levels" in options.cases:
-        rows += levels(options.megabytes_a_second * 1e6, options.rounds)
-        print(json.dumps(rows[-2:]), flush=True)
-    write_record(HERE / "results", facts("benchmarks.gradients.run"), {"rows": rows}, table(rows))
+    for case in options.cases:
+        if case == "factors":
+            rows = [factors(ranks, options.rounds) for ranks in (2, 4)]
+        else:
+            rows = levels(options.megabytes_a_second * 1e6, options.rounds)
+        print(json.dumps(rows, indent=1), flush=True)
+        told = facts("benchmarks.gradients.run")
+        write_record(HERE / case, told, {"rows": rows}, table(rows))
 
 
 if __name__ == "__main__":
