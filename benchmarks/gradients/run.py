@@ -7,9 +7,9 @@ are summed (`gradients="sums"`), or rows are gathered (`gradients="factors"`); a
 are split and every rank has a copy of the model.
 
 levels: a model of half those widths at batch 64 on four ranks of this host, taken as two nodes of two. What crosses
-from node to node is delayed: the two pairs of ranks share a link of so many megabytes a second in each direction, which a collective
-occupies for the bytes that its ring sends over it. Along one axis of four ranks; along two, one after the other; and by
-levels: reduce-scatter inside, all-reduce across, all-gather inside.
+from node to node is delayed: the two pairs of ranks share a link of so many megabytes a second in each direction, which
+a collective occupies for the bytes that its ring sends over it. Along one axis of four ranks; along two, one after the
+other; and by levels: reduce-scatter inside, all-reduce across, all-gather inside.
 
 Programs of a case take turns in the same processes, round by round; ratios are medians over rounds, with quartiles.
 Written to factors.md and levels.md, and .json beside them, with command, machine and date.
@@ -55,6 +55,7 @@ COPIES = (
     autopar.Constraint("*", ("I",), what="stored"),
 )
 """Data parallelism of copies, however gradients meet."""
+MANY = 4096
 ACROSS, RANKS = "dp", 4
 
 
@@ -165,12 +166,26 @@ def levels(bytes_a_second: float, rounds: int) -> list[dict[str, Any]]:
     }
     sources = {name: source_of(plan, NARROWER) for name, plan in plans.items()}
     times = side_by_side(partial(build_slow, NARROWER, bytes_a_second), sources, RANKS, rounds)
-    by_levels = "by_levels=True" in sources["levels"]
-    free = autopar.parallelize(model, mesh, batch, constraints=COPIES, search="fast", check=False)
-    told = {"template": "levels" if by_levels else "sums", "search": _meeting(free.plan)}
+    found = [_searched(mesh, rows) for rows in (NARROWER.batch_size, MANY)]
     return [
-        {**_row(f"levels instead of {name}", plans, times, name, "levels"), **told} for name in ("one axis", "two axes")
+        {
+            **_row(f"levels instead of {name}", plans, times, name, "levels"),
+            "template": _meeting(chosen),
+            "search": told,
+        }
+        for name, told in zip(("one axis", "two axes"), found, strict=True)
     ]
+
+
+def _searched(mesh: autopar.Mesh, rows: int) -> str:
+    """How gradients meet in the plan that the search finds for copies of the model."""
+    config = replace(NARROWER, batch_size=rows)
+    with torch.device("meta"):
+        model, _ = build(config)
+    plan = autopar.parallelize(
+        model, mesh, mlp.example_inputs(config), constraints=COPIES, search="fast", check=False
+    ).plan
+    return f"at batch {rows:,}: {_meeting(plan)}"
 
 
 def _meeting(plan: Plan) -> str:
