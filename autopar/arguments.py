@@ -43,6 +43,14 @@ def _are_whole(value: Any) -> bool:
     return value is None or (isinstance(value, Sequence) and bool(value) and all(map(_is_whole, value)))
 
 
+ALLOWED = ("offload",)
+"""What a search prices only where it is allowed by name: tensors kept on the host."""
+
+
+def _are_allowed(value: Any) -> bool:
+    return isinstance(value, (list, tuple, set, frozenset)) and all(name in ALLOWED for name in value)
+
+
 _Kind = tuple[Callable[[Any], bool], str]
 _WHOLE: _Kind = _is_whole, "a whole number"
 _COUNT: _Kind = (lambda value: _is_whole(value) and value > 0), "a number from 1 up"
@@ -52,6 +60,7 @@ _KINDS: dict[str, _Kind] = {
     "loss_fn": (lambda value: value is None or callable(value), "a function of what forward returns"),
     "plan": (lambda value: isinstance(value, Plan), "an autopar.Plan, such as Plan.load(path) or program.plan"),
     "constraints": (_is_constraints, "a sequence of autopar.Constraint"),
+    "allow": (_are_allowed, f"a sequence of names out of {', '.join(ALLOWED)}"),
     "routing": (lambda value: value is None or isinstance(value, Routing), "an autopar.Routing, such as "
                 "Routing.power_law(1.2), or None"),
     "progress": (lambda value: value is None or callable(value), "a function that takes a line of text, or None"),

@@ -27,6 +27,7 @@ from autopar.microbatch import batch_types, check_plan, divided_graph
 from autopar.odds import with_odds
 from autopar.planning import Place, divided, fit_or_refuse_over
 from autopar.profiler import load_profile, profiles_of
+from autopar.refusal import check_host
 from autopar.request import BUDGETS, Request, memory_limit_of
 from autopar.rewrites import any_way, by_load, by_slices, in_chunks, with_replicas, with_slices
 from autopar.shares import SharedBatch
@@ -37,9 +38,11 @@ from autopar.template import (
     check_context,
     check_gradients,
     check_hsdp,
+    check_offload,
     positions,
     template_axes,
     template_constraints,
+    template_copied_out,
     template_ranks,
     template_recompute,
 )
@@ -51,7 +54,8 @@ def template_of_graph(
     graph: Graph, mesh: Mesh, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1, schedule: str = "1f1b",
     chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False, zero: int = 0,
     hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat", exchange_chunks: int = 1,
-    recompute: str = "none", split: str = "equal", experts: str = "whole", replicas: int = 0, gradients: str = "sums",
+    recompute: str = "none", offload: str = "none", split: str = "equal", experts: str = "whole", replicas: int = 0,
+    gradients: str = "sums",
     mode: str = "train",
     optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
     constraints: Sequence[Constraint] = (),
@@ -66,6 +70,7 @@ def template_of_graph(
     check_replicas(replicas, ep, exchange, experts)
     check_context(mesh, cp, context)
     check_gradients(gradients, pp, mesh.is_homogeneous)
+    check_offload(offload, mode, mesh, optimizer)
     graph, told = for_sequences(graph, ring=context == "ring") if cp > 1 else (graph, ())
     graph, in_parts = in_chunks(graph, exchange_chunks)
     graph, replicated = with_replicas(graph, replicas)
@@ -104,7 +109,11 @@ def template_of_graph(
     rules += constraints
     again = template_recompute(graph, paths, recompute)
     limit = memory_limit_of(memory_limit)
-    request = Request(mesh, mode, optimizer, limit, tuple(rules), BUDGETS["fast"], precision, again)
+    copied = template_copied_out(graph, paths, offload)
+    request = Request(
+        mesh, mode, optimizer, limit, tuple(rules), BUDGETS["fast"], precision, again, offload=offload,
+        copied_out=copied,
+    )  # fmt: skip
     if by_speed:
         kinds = {group.profile: axes for group in mesh.groups}
         if pp == 1 and not mesh.is_homogeneous:
@@ -145,6 +154,7 @@ def _by_load(graph: Graph, plan: Plan, exchanged: bool, sliced: bool) -> tuple[G
 def _checked(plan: Plan, graph: Graph) -> Plan:
     """The plan, verified, with its odds and what `plan.timeline()` calls."""
     check_plan(graph, plan)
+    check_host(plan)
     return with_simulator(with_odds(plan, graph), graph)
 
 

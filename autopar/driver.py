@@ -36,6 +36,7 @@ from autopar.microbatch import check_plan
 from autopar.odds import Sure, with_odds
 from autopar.profiler import load_profile, profiles_of
 from autopar.progress import Ended, Report, reporting, reporting_passes
+from autopar.refusal import check_host
 from autopar.request import Request
 from autopar.show.text import rules_text
 from autopar.substitute import GraphCandidate
@@ -243,6 +244,7 @@ class Front:
         while (best := self.best) is not None and best not in self._verified:
             try:
                 check_plan(best.graph, best.plan)
+                check_host(best.plan)
                 self._verified.add(best)
             except AutoparError as error:
                 self.refusals.append(error)

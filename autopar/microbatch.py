@@ -31,6 +31,7 @@ from autopar.ir.verifier import Admits, check_identity, ending, verify
 from autopar.ops import admits, axis_rules, shape_error
 from autopar.ops.call import call_of
 from autopar.ops.communication import gathered_rows, inner_communication, is_mean_over_samples
+from autopar.ops.copies import check_copies
 from autopar.ops.lowering import local_arguments
 from autopar.ops.table import operator
 
@@ -255,6 +256,27 @@ def on_microbatch_axis(graph: Graph, plan: Plan) -> Plan:
     return replace(plan, stages=tuple(_stated(graph, plan, index) for index in range(len(plan.stages))))
 
 
+def on_outer_axis(graph: Graph, plan: Plan, count: int, name: str) -> Stage:
+    """The stage of a plan of one stage, which is for one of `count` equal parts of the batch, stated for all of them:
+    parts are on an outermost axis of that name and size, each on as many ranks as the plan has. graph: of the whole.
+
+    Raises PlanError where parts are not independent of each other but for sums of what follows from inputs alone.
+    """
+    part, stage = divided_graph(graph, plan.microbatches), plan.stage
+    types, batch = microbatch_types(part, count), batch_inputs(part)
+    full = replace(
+        stage,
+        axes=(Axis(name, count, stage.num_ranks), *stage.axes),
+        inputs={k: (S(0) if k in batch else R, *placement) for k, placement in stage.inputs.items()},
+        storage={
+            k: replace(kept, placement=(_whole(part.tensors[k]), *kept.placement)) for k, kept in stage.storage.items()
+        },
+        nodes={k: _joined(types[k], node) for k, node in stage.nodes.items()},
+    )
+    known = {(item.tensor, item.target): item.steps for item in stage.redistributes}
+    return replace(full, redistributes=_redistributes(part, full, known, ()))
+
+
 def types_of_stage(graph: Graph, plan: Plan, index: int) -> Stage:
     """What a stage's placements are on the microbatch axis alone."""
     stage, types = plan.stages[index], microbatch_types(graph, plan.microbatches)
@@ -387,6 +409,7 @@ def check_plan(graph: Graph, plan: Plan, admits: Admits = admits) -> None:
     check_identity(graph, plan)
     part = divided_graph(graph, plan.microbatches)
     verify(part, plan, admits)
+    check_copies(part, plan)
     _check_parts(part, plan)
     if plan.microbatches > 1:
         _check_inputs(graph, plan)

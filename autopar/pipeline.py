@@ -18,10 +18,12 @@ from autopar.by_hand import template_of_graph
 from autopar.clock import interrupts_caught
 from autopar.collector import without_collector
 from autopar.contexts import by_price, for_sequences, with_contexts
+from autopar.copied import COPIES, check_goes_alone, copies_of, one_copy, under_algorithm, with_copies
 from autopar.cost.memory import optimizer_of
 from autopar.driver import Context, search
 from autopar.emit import emit
 from autopar.errors import PlanError
+from autopar.ir.algorithm import Algorithm, parse_algorithm, split_copies
 from autopar.ir.constraint import Constraint, require_matches
 from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
@@ -34,6 +36,7 @@ from autopar.padding import checked_filling
 from autopar.passes.balance import balance
 from autopar.passes.branch import branch
 from autopar.passes.contexts import contexts
+from autopar.passes.copy_out import copy_out
 from autopar.passes.exchange import adapt, exchange, experts, replicate
 from autopar.passes.fit import fit
 from autopar.passes.keep import keep
@@ -54,16 +57,18 @@ from autopar.planned_part import (
 )
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Ended, Report, reporting_passes
+from autopar.refusal import check_host
 from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
 from autopar.rewrites import graph_of, under_routing, with_causal_attention
 from autopar.running import checked_runs, running
 from autopar.shapes import under_plan
 from autopar.simulate import Timeline, predict
-from autopar.step import simulated_step, with_simulator
+from autopar.step import met, simulated_again, simulated_step, with_simulator
 from autopar.template import (
     check_context,
     check_gradients,
     check_hsdp,
+    check_offload,
     longest_sequence,
     template_axes,
     template_ranks,
@@ -89,6 +94,7 @@ PASSES = (
     adapt,  # the best plan → its tokens sent as the load of the moment asks for, where loads differ         TUTEL
     branch,  # the best plan → operators side by side, where they are faster
     refine,  # the best plan → what MCMC finds around it                                                    FlexFlow
+    copy_out,  # where that is allowed, places and the best plan → blocks whose activations wait on the host    ZeRO-R
 )
 """What finds plans: each takes the front and what was asked, and yields candidates (`autopar.driver`)."""
 
@@ -109,6 +115,7 @@ def parallelize(
     precision: str | None = None,
     memory_limit: int | None = None,
     constraints: Sequence[Constraint] = (),
+    allow: Sequence[str] = (),
     routing: Routing | None = None,
     plan: Plan | None = None,
     search: str | SearchBudget = "default",
@@ -118,32 +125,41 @@ def parallelize(
     pad: Mapping[str, float] | None = None,
     part: bool = False,
     runs: str = "eager",
+    algorithm: str | None = None,
 ) -> PlannedProgram:
     """Turns a single-device model into the fastest sharded program for a mesh that the search finds.
 
-    example_inputs: one global batch (real or meta tensors). memory_limit: bytes a device. routing: how tokens choose
-    experts, balanced where it is not said; time is then a mean, with its 99th percentile beside it, and memory that of
-    the 99th percentile. plan: a saved plan, used after validation instead of a search; its mode is taken too, and its
-    routing, unless another is given, under which it is predicted anew. check: whether the traced graph is run beside
-    the model where it has real weights, once for each graph of a model; the plan says what came of it, and a difference
-    is a TraceError. shapes: further shapes of inputs that the program runs under the same placements, such as a short
-    last batch and bucketed lengths: each as example_inputs, with tuples of lengths for tensors; what it leaves out is
-    as there. One that the plan does not hold for is a PlanError. pad: by input, the value of rows that count for
-    nothing, such as {"labels": -100}: batches of fewer rows are filled up with such; a PlanError where that changes the
-    loss or a gradient. part: the model is a part of one, such as a tower, that a loop of the user's own calls as a
-    module: its forward returns any tensors, and `program.build()` a module whose outputs and inputs have gradients
-    (`runtime.part`). Of one stage, in one microbatch. runs: "eager", "compiled" (train.py calls `rank.compile()`), or
-    "either": the one that is predicted to be faster; a plan that is given says it itself. Ctrl-C ends a search with the
-    best plan so far. Raises AutoparError subclasses; InfeasibleError when nothing fits.
+    example_inputs: one global batch (real or meta tensors). memory_limit: bytes a device. allow: options that are taken
+    by name only: "offload" lets a plan keep on the host what a device does not hold, by its price. routing: how tokens
+    choose experts, balanced where it is not said; time is then a mean, with its 99th percentile beside it, and memory
+    that of the 99th percentile. plan: a saved plan, used after validation instead of a search; its mode is taken too,
+    and its routing, unless another is given, under which it is predicted anew. check: whether the traced graph is run
+    beside the model where it has real weights, once for each graph of a model; the plan says what came of it, and a
+    difference is a TraceError. shapes: further shapes of inputs that the program runs under the same placements, such
+    as a short last batch and bucketed lengths: each as example_inputs, with tuples of lengths for tensors; what it
+    leaves out is as there. One that the plan does not hold for is a PlanError. pad: by input, the value of rows that
+    count for nothing, such as {"labels": -100}: batches of fewer rows are filled up with such; a PlanError where that
+    changes the loss or a gradient. part: the model is a part of one, such as a tower, that a loop of the user's own
+    calls as a module: its forward returns any tensors, and `program.build()` a module whose outputs and inputs have
+    gradients (`runtime.part`). Of one stage, in one microbatch. runs: "eager", "compiled" (train.py calls
+    `rank.compile()`), or "either": the one that is predicted to be faster; a plan that is given says it itself.
+    algorithm: trains copies of the parameters that meet otherwise than by the sum of their gradients, and so not as one
+    device does: "local_sgd(8)", "local_sgd(8, after=100)" or "adasum" (`ir.algorithm`), each with copies=N, by default
+    one a node, or one a device of one node. A copy is planned for its devices and its part of the batch. Ctrl-C ends a
+    search with the best plan so far. Raises AutoparError subclasses; InfeasibleError when nothing fits.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, constraints=constraints,
-        progress=progress, routing=routing, **({} if plan is None else {"plan": plan}),
+        progress=progress, allow=allow, routing=routing, **({} if plan is None else {"plan": plan}),
     )  # fmt: skip
     mesh, ended = checked(mesh), reporting_passes(progress)
     memory_limit_of(memory_limit)  # refused before the model is traced
     optimizer_of(optimizer)
     checked_runs(runs)
+    wanted, num_copies = split_copies(algorithm)
+    if wanted is not None:
+        parse_algorithm(wanted, COPIES)
+        check_goes_alone(algorithm, {"plan": plan, "part": part or None, "pad": pad, "shapes": shapes or None})
     if part:
         loss_fn, constraints = (
             stand_in_loss(loss_fn, mode, {"shapes": shapes, "pad": pad}),
@@ -157,17 +173,21 @@ def parallelize(
     if plan is None:
         require_matches(constraints, graph)
         limit, budget = memory_limit_of(memory_limit), budget_of(search)
-        request = Request(mesh, mode, optimizer, limit, tuple(constraints), budget, precision)
+        request = Request(mesh, mode, optimizer, limit, tuple(constraints), budget, precision, allow=tuple(allow))
         with interrupts_caught():
             graph, steps = under_routing(graph, routing, optimizer)
-            graph, plan = planned_jointly(graph, request, progress, ended)
-        plan = replace(plan, routing=routing, substitutions=(*steps, *plan.substitutions))
+            if wanted is None:
+                graph, plan = planned_jointly(graph, request, progress, ended)
+            else:
+                graph, plan = planned_in_copies(graph, request, parse_algorithm(wanted, COPIES), num_copies, progress)
+        plan = replace(plan, allow=request.allow, routing=routing, substitutions=(*steps, *plan.substitutions))
         plan = running(plan, graph, runs, limit)
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     else:
         graph, plan = _under(routing, plan, graph)
     check_plan(graph, plan)
+    check_host(plan)
     others = under_plan(plan, example_inputs, shapes, partial(_traced_as, given, check))
     filling = checked_filling(pad, graph, model, example_inputs, loss_fn) if pad is not None else {}
     source = emit(graph, plan, others, filling)
@@ -194,7 +214,7 @@ def _under(routing: Routing | None, plan: Plan, graph: Graph) -> tuple[Graph, Pl
     plan = replace(plan, routing=routing)
     graph = graph_of(plan, graph)
     check_plan(graph, plan)
-    return graph, with_odds(replace(plan, predicted=predict(simulated_step(graph, plan))), graph)
+    return graph, with_odds(met(graph, replace(plan, predicted=predict(simulated_step(graph, plan)))), graph)
 
 
 @without_collector()
@@ -214,6 +234,20 @@ def planned_jointly(
         told = (*told, *ways)
     graph, plan = search(PASSES, graph, Context(request, progress, ended or reporting_passes(progress)))
     return graph, replace(plan, substitutions=(*causal, *told, *plan.substitutions))
+
+
+def planned_in_copies(
+    graph: Graph, request: Request, algorithm: Algorithm, count: int | None = None, progress: Report | None = None
+) -> tuple[Graph, Plan]:  # fmt: skip
+    """A plan of copies that meet by an algorithm, with the graph it is for: the fastest that fits of one copy, on its
+    devices and its part of the batch, for each. count: of copies. Raises like `parallelize`."""
+    graph, causal = with_causal_attention(graph, request.constraints)
+    mesh, count = request.mesh, count or copies_of(request.mesh)
+    own = one_copy(graph, mesh, count, algorithm)
+    rules = (*request.constraints, Constraint(stages=1))
+    plan = planned(own, replace(request, mesh=mesh.part(range(mesh.num_devices // count)), constraints=rules), progress)
+    plan = simulated_again(with_copies(graph, plan, mesh, count, algorithm), graph)
+    return graph, replace(with_odds(plan, graph), substitutions=causal)
 
 
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
@@ -236,11 +270,11 @@ def template_plan(
     model: nn.Module, mesh: Mesh, example_inputs: Any, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
     schedule: str = "1f1b", chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False,
     zero: int = 0, hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat",
-    exchange_chunks: int = 1, experts: str = "whole", replicas: int = 0, recompute: str = "none", split: str = "equal",
-    gradients: str = "sums",
-    loss_fn: Callable[..., Any] | None = None, mode: str = "train", optimizer: str | None = "adamw",
-    precision: str | None = None, memory_limit: int | None = None, routing: Routing | None = None, check: bool = True,
-    part: bool = False,
+    exchange_chunks: int = 1, experts: str = "whole", replicas: int = 0, recompute: str = "none", offload: str = "none",
+    split: str = "equal", gradients: str = "sums", algorithm: str | None = None,
+    loss_fn: Callable[..., Any] | None = None, mode: str = "train",
+    optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
+    routing: Routing | None = None, check: bool = True, part: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan that people write by hand for dp × cp × tp × pp devices, as constraints around which the rest is solved.
 
@@ -279,9 +313,14 @@ def template_plan(
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
     modules around each block's attention operator alone; "selective" for operators that are cheap for the memory that
-    this frees, such as norms and activations. gradients: "sums" adds up those of each parameter over dp; "factors"
-    gathers, for linear operators where that is less, the rows of their inputs and of their results' gradients, of which
-    each rank makes the whole gradient itself. routing, check, part: as in `parallelize`.
+    this frees, such as norms and activations.
+    offload: what is kept on the host: "none", "optimizer" (what is stored of parameters, their gradients and optimizer
+    state, which is updated there), "activations" (what autograd saves in each repeated block, brought back for its
+    backward pass) or "both". algorithm: how the copies of dp (with hsdp, of its groups) meet, where that is not by the
+    sum of their gradients: "local_sgd(8)", "local_sgd(8, after=100)" or "adasum" (`ir.algorithm`).
+    gradients: "sums" adds up those of each parameter over dp; "factors" gathers, for linear operators where that is
+    less, the rows of their inputs and of their results' gradients, of which each rank makes the whole gradient itself.
+    routing, check, part: as in `parallelize`.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, dp=dp, tp=tp, pp=pp, zero=zero,
@@ -291,7 +330,11 @@ def template_plan(
     check_hsdp(mesh, pp, hsdp)
     check_context(mesh, cp, context)
     check_gradients(gradients, pp, mesh.is_homogeneous)
+    check_offload(offload, mode, mesh, optimizer)
     template_ranks(mesh, pp, chunks, schedule)
+    meets = None if algorithm is None else parse_algorithm(algorithm, "dp")
+    if meets is not None:
+        check_goes_alone(algorithm, {"part": part or None, "gradients": None if gradients == "sums" else gradients})
     if part:
         loss_fn = stand_in_loss(loss_fn, mode, {})
         require_one_piece(pp, microbatches)
@@ -305,9 +348,12 @@ def template_plan(
         graph, mesh, dp=dp, tp=tp, pp=pp,
         microbatches=microbatches, schedule=schedule, chunks=chunks, layers=layers, sequence_parallel=sequence_parallel,
         zero=zero, hsdp=hsdp, cp=cp, context=context, ep=ep, exchange=exchange, exchange_chunks=exchange_chunks,
-        experts=experts, replicas=replicas, recompute=recompute, split=split, gradients=gradients, mode=mode,
+        experts=experts, replicas=replicas, recompute=recompute, offload=offload, split=split, gradients=gradients,
+        mode=mode,
         optimizer=optimizer, precision=precision, memory_limit=memory_limit,
     )  # fmt: skip
+    if meets is not None:
+        plan = under_algorithm(graph, plan, meets)
     steps += (*causal, *plan.substitutions)
     return replace(plan, routing=routing, substitutions=steps, checked_against_eager=against_eager)
 
@@ -325,7 +371,7 @@ def played(
     """A plan that was read from a file, predicted anew, and its simulated step. Raises like `verify`."""
     graph = _verified_graph(plan, model, example_inputs, loss_fn)
     timeline = simulated_step(graph, plan)
-    return with_odds(replace(plan, predicted=predict(timeline)), graph), timeline
+    return with_odds(met(graph, replace(plan, predicted=predict(timeline))), graph), timeline
 
 
 @faults_told()

@@ -25,8 +25,9 @@ from autopar.intraop import (
 from autopar.ir.constraint import Constraint, pinned
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.offload import BOTH, OPTIMIZER
 from autopar.ir.outline import Outline
-from autopar.ir.plan import Plan, Stage, Storage
+from autopar.ir.plan import Plan, SimulatedLink, Stage, Storage
 from autopar.ir.structure import batch_inputs
 from autopar.microbatch import cut_constraints, divided_graph, divisible
 from autopar.ops import coverage
@@ -130,13 +131,13 @@ class Place:
         """The best plan whose simulated peak fits; solved again under a tighter limit while it does not.
 
         floor: the least usage that a plan has, if that is known. Where a limit is too tight for any plan, and the floor
-        is known or modules are recomputed, one in between is asked for. Raises InfeasibleError.
+        is known or modules are recomputed, or copied out, one in between is asked for. Raises InfeasibleError.
         """
         draft = self.placements.draft
         limit = asked = draft.memory_limit if limit is None else limit
         clock = Clock.of(seconds)
         too_low, too_high = max(0, floor - 1), 0  # usages that no plan has, and whose plan's peak does not fit
-        between = bool(floor or self.request.recompute)
+        between = bool(floor or self.request.recompute or self.request.copied_out)
         tries = FIT_TRIES if between else FIT_TRIES - 2
         for _ in range(2 * tries if floor else tries):
             try:
@@ -238,7 +239,11 @@ class Place:
 
     @property
     def _storages(self) -> Callable[[Tensor, LogicalMesh], list[Storage]]:
-        return partial(storage_options, microbatches=self.part.microbatches)
+        microbatches, request = self.part.microbatches, self.request
+        if request.mode != "train" or not request.may_offload_state:
+            return partial(storage_options, microbatches=microbatches)
+        must = request.offload in (OPTIMIZER, BOTH)
+        return partial(storage_options, microbatches=microbatches, may_offload=True, must_offload=must)
 
     def _sources(self, graph: Graph) -> dict[str, str]:
         """Where the profile's blocks come from that this graph and mesh make use of."""
@@ -246,7 +251,16 @@ class Place:
         levels = [level for level, count in zip(LEVELS, (mesh.devices_per_node, mesh.nodes), strict=True) if count > 1]
         trains = self.request.optimizer is not None and self.request.mode == "train"
         families = {operator(node.op).work.family for node in graph.nodes} | ({"optimizer"} if trains else set())
-        return self.profile.sources(families, levels)
+        host = self.profile.beside if self.request.may_offload else None
+        return self.profile.sources(families, levels) | ({"host_memory": str(host.provenance)} if host else {})
+
+    @property
+    def _simulated_link(self) -> SimulatedLink | None:
+        """Where something may be on the host, and the link to that is simulated."""
+        host = self.shared_profile.beside if self.request.may_offload else None
+        if host is None or not host.is_simulated:
+            return None
+        return SimulatedLink(host.down_bandwidth, host.up_bandwidth, host.copy_ns)
 
     def draft(self) -> Plan:
         """Everything of the plan that is known before the search."""
@@ -259,6 +273,7 @@ class Place:
             microbatches=self.part.microbatches,
             microbatch_inputs=batch_inputs(graph) if self.part.microbatches > 1 else (),
             recompute=request.recompute,
+            copied_out=request.copied_out,
             mode=request.mode,
             training=graph.training,
             optimizer=request.optimizer or "none",
@@ -268,6 +283,7 @@ class Place:
             sources=self._sources(graph),
             parameters={s.tensor: s.name for s in graph.stored},
             types={name: str(graph.kept(name)) for name in (*graph.inputs, *(s.tensor for s in graph.stored))},
+            host_link=self._simulated_link,
             scopes={n.name: f"{n.scope.module}|{n.op}|{n.source.replace('|', '¦')}" for n in graph.nodes},
             blocks=self.part.blocks.paths,
         )

@@ -13,12 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from autopar.errors import InfeasibleError
+from autopar.cost.memory import optimizer_of
+from autopar.cost.profile import host_of
+from autopar.errors import InfeasibleError, PlanError
 from autopar.intraop import LeastMemory
 from autopar.ir.mesh import Mesh
+from autopar.ir.offload import stored_on_host, uses_host
 from autopar.ir.outline import sizes_text
 from autopar.ir.plan import Plan, Prediction
 from autopar.ir.recompute import again_text
+from autopar.profiler import load_profile
 from autopar.tunables import MAX_FAILURES
 
 Place = TypeVar("Place")
@@ -91,6 +95,28 @@ def devices_hold_more(what: str, mesh: Mesh, needs: Sequence[str], remedy: str) 
     return InfeasibleError(
         f"found no {what} within the bytes of each device of {mesh}: {', '.join(needs)}; use {remedy} or more devices"
     )
+
+
+def check_host(plan: Plan) -> None:
+    """That the hosts hold what a plan keeps there, and update it. Raises InfeasibleError, naming what they hold and
+    need; PlanError where the optimizer looks at whole parameters, ProfileError where a profile does not say."""
+    if not uses_host(plan):
+        return
+    if any(map(stored_on_host, plan.stages)) and not optimizer_of(plan.optimizer).is_elementwise:
+        raise PlanError(
+            f"expected an optimizer whose update of an element depends on no other, since parameters are on the host, "
+            f"found {plan.optimizer}; use adamw or the like, or keep everything on the device"
+        )
+    for stage in plan.stages:
+        group = plan.mesh.group_of(stage.ranks)
+        host = host_of(load_profile(group.profile).shared_by(group.devices_per_node))
+        needed = plan.predicted.host_bytes or 0
+        if needed > host.capacity_bytes:
+            raise InfeasibleError(
+                f"expected at most {host.capacity_bytes:,} bytes on the host of a device of {plan.mesh}, found "
+                f"{needed:,}; shard parameters over more devices (zero=1 to 3), or state what the host holds as "
+                f"host_memory in the profile {group.profile}"
+            )
 
 
 def most_of(memory: Mapping[str, int]) -> str:

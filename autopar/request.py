@@ -8,6 +8,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.ir.constraint import Constraint
 from autopar.ir.mesh import Mesh
+from autopar.ir.offload import BOTH, NOT_OFFLOADED, OPTIMIZER
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,19 @@ class Request:
     budget: SearchBudget
     precision: str | None = None
     recompute: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()  # of `arguments.ALLOWED`
+    offload: str = NOT_OFFLOADED  # what a template has on the host, by name
+    copied_out: tuple[str, ...] = ()
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether anything may be kept on the host."""
+        return "offload" in self.allow or self.offload != NOT_OFFLOADED
+
+    @property
+    def may_offload_state(self) -> bool:
+        """Whether parameters, with gradients and optimizer state, may be."""
+        return "offload" in self.allow or self.offload in (OPTIMIZER, BOTH)
 
     def recomputing(self, modules: tuple[str, ...]) -> Request:
         """The request with these modules computed again."""

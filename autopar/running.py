@@ -30,8 +30,13 @@ def running(plan: Plan, graph: Graph, runs: str, memory_limit: int | None) -> Pl
 
     Raises InfeasibleError where it is to be compiled and takes more than the limit then.
     """
-    if runs == plan.runs:
+    if runs == plan.runs or (runs == EITHER and plan.copied_out):  # which no compiled program does
         return plan
+    if plan.copied_out:
+        raise PlanError(
+            f"expected a program that runs eagerly where activations wait on the host, found runs={runs!r}; plan with "
+            f'runs={EAGER!r}, or without allow=("offload",)'
+        )
     compiled = with_odds(with_simulator(plan, graph).compiled(), graph)
     limit, needed = memory_limit or _least_usable(plan), compiled.predicted.peak_bytes
     if runs == COMPILED and needed > limit:

@@ -20,7 +20,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.microbatch import check_plan
 from autopar.rewrites import graph_of
-from autopar.step import simulated_step
+from autopar.simulate import predict
+from autopar.step import met, simulated_step
 
 Trace = Callable[[Any], Graph]
 """From inputs to the model's graph, which is held against the model where that is asked for."""
@@ -62,7 +63,7 @@ def _is_longer(inputs: Any, example: Any) -> bool:
 
 
 def _check_memory(graph: Graph, plan: Plan, inputs: Any) -> None:
-    needed = simulated_step(graph, plan).peak_bytes
+    needed = met(graph, replace(plan, predicted=predict(simulated_step(graph, plan)))).predicted.peak_bytes
     if plan.memory_limit and needed > plan.memory_limit:
         raise PlanError(
             f"expected inputs of {_told(inputs)} to fit into {plan.memory_limit:,} bytes a device, found that they "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from autopar.cost.meetings import meeting
 from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
@@ -42,10 +43,41 @@ def simulated_again(plan: Plan, graph: Graph) -> Plan:
     timeline = simulated_step(graph, plan)
     sent = [traffic(graph, plan)] if len(plan.stages) == 1 else traffic_by_submesh(graph, plan, timeline)
     most = max(sent, key=lambda counts: sum(counts.values()))
-    return replace(plan, predicted=replace(predict(timeline), comm_bytes=most))
+    return met(graph, replace(plan, predicted=replace(predict(timeline), comm_bytes=most)))
 
 
 @faults_told()
 def simulated_step(graph: Graph, plan: Plan) -> Timeline:
-    """The timeline of a whole step; the simulator plays one microbatch's graph as often as there are microbatches."""
+    """The timeline of a whole step; the simulator plays one microbatch's graph as often as there are microbatches.
+
+    Where copies of the parameters meet by an algorithm, of a step in which they do not."""
     return simulate(divided_graph(graph, plan.microbatches), plan, profiles_of(plan.mesh))
+
+
+def met(graph: Graph, plan: Plan) -> Plan:
+    """A plan predicted without what it takes its copies of the parameters to meet, and with it: time and bytes in the
+    mean over steps, and the memory that it takes beside what is kept between steps."""
+    algorithm = plan.algorithm
+    if algorithm is None:
+        return plan
+    profiles, found = profiles_of(plan.mesh), []
+    for first in dict.fromkeys(stage.first_rank for stage in plan.stages):
+        own = [stage for stage in plan.stages if stage.first_rank == first]
+        group = plan.mesh.group_of(own[0].ranks)
+        profile = profiles[group.profile].shared_by(group.devices_per_node)
+        found.append(meeting(graph, own, algorithm, group.devices_per_node, profile))
+    slowest, told = max(one.duration_ns for one in found), plan.predicted
+    sent = max((one.sent for one in found), key=lambda counts: sum(counts.values()))
+    counts = {
+        kind: told.comm_bytes.get(kind, 0) + -(-sent.get(kind, 0) // algorithm.period)
+        for kind in sorted({*told.comm_bytes, *sent})
+    }
+    seen = max(one.sample_bytes for one in found)
+    kept = sum(told.memory.get(kind, 0) for kind in ("parameters", "optimizer", "constants", "inputs", "buffers"))
+    meeting_bytes = kept + max(one.gradient_bytes + one.buffer_bytes + one.sample_bytes for one in found)
+    each_ns = -(-slowest // algorithm.period)
+    parts = replace(told.breakdown, exposed_communication_ns=told.breakdown.exposed_communication_ns + each_ns)
+    return replace(plan, predicted=replace(
+        told, step_time_ns=told.step_time_ns + each_ns, comm_bytes=counts, breakdown=parts,
+        peak_bytes=max(told.peak_bytes + seen, meeting_bytes),
+    ))  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, get_args
 
+from autopar.cost.memory import optimizer_of
 from autopar.errors import MeshError, PlanError
 from autopar.expert_parallel import (
     expert_axes,
@@ -19,11 +20,12 @@ from autopar.expert_parallel import (
 from autopar.ir.constraint import Constraint, Context
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
+from autopar.ir.offload import ACTIVATIONS, BOTH, BUILT, NOT_OFFLOADED, OFFLOADS, OPTIMIZER
 from autopar.ir.placement import S, Type, chunk_length
 from autopar.ir.schedule import PLAIN, SCHEDULES
 from autopar.ir.structure import batch_inputs
 from autopar.positions import attending, attention_nodes, sequence_types
-from autopar.zero import KINDS, KINDS_TEXT, joined, recomputable
+from autopar.zero import KINDS, KINDS_TEXT, copied_blocks, joined, recomputable
 
 DATA = ("dp", "hsdp", "ep_nodes", "ep")
 """The axes that samples are split on: of hierarchical data parallelism, copies of parameters and shards of them; of
@@ -99,6 +101,26 @@ def check_gradients(gradients: str, pp: int, is_homogeneous: bool) -> None:
         )
 
 
+def check_offload(offload: str, mode: str, mesh: Mesh, optimizer: str | None) -> None:
+    """That it is a word for what is kept on the host, and goes with the other arguments. Raises PlanError."""
+    if offload not in OFFLOADS:
+        raise PlanError(f"expected offload as one of {', '.join(OFFLOADS)}, found {offload!r}")
+    if offload != NOT_OFFLOADED and mode != "train":
+        raise PlanError(f'expected mode="train" with offload={offload!r}, found {mode!r}; use offload="none"')
+    if offload != NOT_OFFLOADED and not mesh.is_homogeneous:
+        raise PlanError(f'expected devices of one kind with offload={offload!r}, found {mesh}; use offload="none"')
+    if offload in (OPTIMIZER, BOTH) and not optimizer_of(optimizer).is_elementwise:
+        raise PlanError(
+            f"expected an optimizer whose update of an element depends on no other with offload={offload!r}, found "
+            f'{optimizer!r}; use adamw or the like, or offload="none"'
+        )
+    if offload not in BUILT:
+        raise PlanError(
+            f"expected offload as one of {', '.join(BUILT)}, found {offload!r}, for which no program is made yet; use "
+            'offload="none", with recompute="full" or zero=3 where memory is short'
+        )
+
+
 def check_split(split: str) -> None:
     """That blocks, or rows, are shared out in a way that there is. Raises PlanError."""
     if split not in ("equal", "speed"):
@@ -122,6 +144,17 @@ def template_recompute(graph: Graph, block_paths: Sequence[str], recompute: str)
         what = {"full": "repeated blocks", "block": "attention operators in repeated blocks"}
         missing = what.get(recompute, "cheap operators in repeated blocks")
         raise PlanError(f"expected a model with {missing} for recompute={recompute!r}, found none")
+    return found
+
+
+def template_copied_out(graph: Graph, repeated: Sequence[str], offload: str) -> tuple[str, ...]:
+    """What is copied to the host between the passes, as in `Plan.copied_out`: with "activations" or "both" the repeated
+    blocks, but for the last, which the backward pass needs at once. Raises PlanError where there are none."""
+    if offload not in (ACTIVATIONS, BOTH):
+        return ()
+    found = copied_blocks(graph, repeated)
+    if not found:
+        raise PlanError(f"expected a model with repeated blocks for offload={offload!r}, found none")
     return found
 
 

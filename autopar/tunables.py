@@ -183,6 +183,10 @@ finds hidden. Less leaves out logical meshes whose plans hide much; more solves 
 ONE_STAGE_HALVINGS = 2
 """Of the hull of time against memory, all of whose points are played: three points, five, or nine. Halved, plans that
 hide what they gather may be missed, and those near a limit be slower; one more, twice as many are played."""
+COPIED_SHARE, COPIED_COUNTS = 0.25, 4
+"""Of the budget what is spent, for each number of microbatches, on blocks that wait on the host, where that is allowed;
+and of how many such numbers. Halved, slow links' plans in many microbatches are missed; doubled, planning takes longer
+where memory is short."""
 BESIDE_FASTEST, MOST_BESIDE = 1.1, 6
 """Plans of a place that take at most so many times the fastest are kept, at most so many: one of them may be the
 fastest in branches. Nearer to 1, less is played; doubled, more is, that gains nothing."""

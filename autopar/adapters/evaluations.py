@@ -22,7 +22,7 @@ from autopar.errors import PlacementError, PlanError
 from autopar.program import load_source
 from autopar.runtime import ProgramError, Rank, build
 
-_ORDER = ("microbatches", "schedule", "chunks", "recompute")  # of a step's passes: evaluation has one
+_ORDER = ("microbatches", "schedule", "chunks", "recompute", "offload")  # of a step's passes: evaluation has one
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from autopar.ir.mesh import Mesh
 from autopar.program import load_source
 from autopar.runtime import ProgramError, Rank, build
 
-_ORDER = ("microbatches", "schedule", "chunks", "recompute")  # of a step's passes: inference has one
+_ORDER = ("microbatches", "schedule", "chunks", "recompute", "offload")  # of a step's passes: inference has one
 
 
 class _AllOutputs(nn.Module):

@@ -22,6 +22,7 @@ from typing import Any
 import rich
 import torch
 
+from autopar.arguments import ALLOWED
 from autopar.cost.memory import OPTIMIZERS
 from autopar.cost.profile import profile_to_json
 from autopar.cost.residuals import size_name
@@ -49,7 +50,7 @@ _TEMPLATE: dict[str, Callable[[str], Any]] = {
     "dp": int, "tp": int, "pp": int, "microbatches": int, "schedule": str, "chunks": int,
     "layers": lambda text: tuple(map(int, text.split("+"))), "sequence_parallel": int, "zero": int, "hsdp": int,
     "cp": int, "context": str, "ep": int, "exchange": str, "exchange_chunks": int,
-    "experts": str, "replicas": int, "recompute": str, "gradients": str,
+    "experts": str, "replicas": int, "recompute": str, "offload": str, "gradients": str,
 }  # fmt: skip
 _PLACES = ("stored", "used", "output", "tensor", "operands", "input")
 _PINS = {"axis": str, "zero": int, "min_dims": int, "microbatches": int, "stages": int, "recompute": str,
@@ -114,6 +115,15 @@ def _planning(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--routing", type=routing_of, metavar="TEXT",
         help="how tokens choose experts: balanced, power_law:1.2, or a file that autopar profile --routing wrote",
+    )  # fmt: skip
+    plan.add_argument(
+        "--algorithm", metavar="TEXT",
+        help="copies of the parameters that meet otherwise than by the sum of gradients, so that training is not what "
+        "one device computes: local_sgd(8), local_sgd(8, after=100), adasum; of a search also with copies=4",
+    )  # fmt: skip
+    plan.add_argument(
+        "--allow", choices=ALLOWED, action="append", default=[],
+        help="of a search: an option that is taken by name only; offload: what a device does not hold is on the host",
     )  # fmt: skip
     plan.add_argument("--template", help="plan by hand instead of searching: dp=2,tp=2,zero=3")
     plan.add_argument(
@@ -345,7 +355,8 @@ def _may_be_config(member: Any) -> bool:
 def _plan(options: argparse.Namespace) -> int:
     mesh, template = Mesh.parse(options.mesh), _template(options.template)
     model, inputs = load_model(options.model, options.meta)
-    asked = {name: getattr(options, name) for name in ("mode", "precision", "memory_limit", "optimizer", "routing")}
+    names = ("mode", "precision", "memory_limit", "optimizer", "routing", "algorithm")
+    asked = {name: getattr(options, name) for name in names}
     if template is not None and options.constraint:
         raise PlanError(
             "expected --template or --constraint, found both: constraints bound a search, and a template is none"
@@ -354,11 +365,18 @@ def _plan(options: argparse.Namespace) -> int:
         raise PlanError("expected --split beside --template, found none: a search splits by speed where devices differ")
     if template is not None and options.runs != "eager":
         raise PlanError(f"expected --template or --runs {options.runs}, found both: a template's program runs eagerly")
+    if template is not None and options.allow:
+        raise PlanError("expected --template or --allow, found both: of a template say offload=optimizer and the like")
     if template is not None:
         template |= {"split": options.split} if options.split else {}
         plan = template_plan(model, mesh, inputs, **asked, **template)
     else:
-        searched = {"constraints": options.constraint, "search": options.search, "runs": options.runs}
+        searched = {
+            "constraints": options.constraint,
+            "search": options.search,
+            "allow": options.allow,
+            "runs": options.runs,
+        }
         plan = parallelize(model, mesh, inputs, **asked, **searched).plan
     if options.output:
         plan.save(options.output)

@@ -20,6 +20,8 @@ from typing import Any
 
 from autopar.cost.device import DeviceMemory as DeviceMemory
 from autopar.cost.files import SCHEMA, profiles_folder
+from autopar.cost.host_memory import HostMemory as HostMemory
+from autopar.cost.host_memory import simulated_host
 from autopar.cost.provenance import Provenance as Provenance
 from autopar.cost.residuals import Residual as Residual
 from autopar.cost.residuals import residual_of
@@ -308,6 +310,7 @@ class Profile:
     interference: Mapping[str, Interference] = field(default_factory=dict)  # by level; {}: `Facts.overlap_slowdown`
     call: CollectiveCall | None = None
     memory: DeviceMemory | None = None  # None: a device holds what is allocated and the stated reserve
+    host_memory: HostMemory | None = None  # None: of a CPU a simulated one, of others not known (`beside`)
     steps: WholeSteps | None = None  # None: predictions of whole steps were not checked
     other_links: tuple[Link, ...] = ()  # of other networks
     residuals: tuple[Residual, ...] = ()  # (): predictions were not checked against measurements
@@ -327,6 +330,14 @@ class Profile:
         if self.memory is not None:
             return self.memory.usable_bytes(self.facts.capacity_bytes)
         return self.facts.capacity_bytes - self.facts.reserve_bytes
+
+    @cached_property
+    def beside(self) -> HostMemory | None:
+        """The host's memory that a rank may use beside its device's: as stated, else of a CPU a simulated one, as large
+        as the device's. None where nothing is known of it."""
+        if self.host_memory is not None or self.device_type != "cpu":
+            return self.host_memory
+        return simulated_host(self.facts.capacity_bytes)
 
     def link(self, level: str) -> Link:
         """The level's link, or the only one that the profile has."""
@@ -400,6 +411,7 @@ class Profile:
         """The source of each block, for plans and reports."""
         blocks: dict[str, Provenance] = {"facts": self.facts.provenance}
         blocks |= {"memory": self.memory.provenance} if self.memory else {}
+        blocks |= {"host_memory": self.host_memory.provenance} if self.host_memory else {}
         blocks |= {"steps": self.steps.provenance} if self.steps else {}
         blocks |= {"host": self.host.provenance} if self.host else {}
         blocks |= {f"operators/{name}": curve.provenance for name, curve in self.operators.items()}
@@ -456,6 +468,16 @@ def _slowed_runtime(runtime: Runtime, slowdown: float) -> Runtime:
     return replace(runtime, **found)
 
 
+def host_of(profile: Profile) -> HostMemory:
+    """What a device may use of its host. Raises ProfileError where its profile does not say."""
+    if profile.beside is None:
+        raise ProfileError(
+            f"expected host_memory in the profile {profile.name}, which says what the host holds and how fast its link "
+            "is, found none; add it to the profile's file, or keep everything on the device"
+        )
+    return profile.beside
+
+
 def read_profile(path: Path) -> Profile:
     """Reads a profile's JSON file. Raises ProfileError naming the file, and the field where one is wrong."""
     try:
@@ -502,6 +524,7 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         interference={item["level"]: Interference(**_fields(item)) for item in data.get("interference", ())},
         call=CollectiveCall(**_fields(data["call"])) if data.get("call") else None,
         memory=DeviceMemory(**_fields(data["memory"])) if data.get("memory") else None,
+        host_memory=HostMemory(**_fields(data["host_memory"])) if data.get("host_memory") else None,
         steps=WholeSteps(**_fields(data["steps"])) if data.get("steps") else None,
         residuals=tuple(Residual(**_fields(item)) for item in data.get("residuals", ())),
         seen=seen_from_json(data["seen"]) if data.get("seen") else NOTHING_SEEN,
@@ -520,6 +543,7 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "device_type": profile.device_type,
         "facts": asdict(profile.facts),
         "memory": profile.memory and asdict(profile.memory),
+        **({"host_memory": asdict(profile.host_memory)} if profile.host_memory else {}),
         "steps": profile.steps and asdict(profile.steps),
         "host": profile.host and asdict(profile.host),
         "operators": [_write_operator(item) for item in profile.operators.values()],

@@ -128,6 +128,8 @@ class ClassWriter:
             parts.append("reduce_each_microbatch=True")
         if any(step.parts > 1 for planned in self.planned[stored.tensor] for step in planned.steps):
             parts.append("by_levels=True")
+        if storage.on_host:
+            parts.append("on_host=True")
         if not stored.requires_grad:
             parts.append("requires_grad=False")
         parts += pieces_text(self.graph, stored)
@@ -435,11 +437,11 @@ class ClassWriter:
 
     def _called(self, region: Region, path: str, called: str, arguments: str) -> str:
         """The call in the module at the path: again in the backward pass where the plan, or the block, says so."""
-        again, plain = _recomputed(called, arguments), f"{called}({arguments})"
+        again, plain = _under("recomputed", called, arguments), f"{called}({arguments})"
         if region.path in self.again.block_of:
             told = self.again.names(self.tree.descend(path.split(".")))[region.path]
             return f"{again} if self.{told} else {plain}"
-        return again if self._is_recomputed(region) else plain
+        return _under(self._manner(region), called, arguments)
 
     def _call_branch(self, region: Region, home: Home, path: str, names: Names) -> str:
         """The call of a branch with what it reads, the parameters that it uses, and what it makes."""
@@ -505,27 +507,33 @@ class ClassWriter:
         differentiable = "" if tensor.differentiable else ", False"
         return f"rt.Zeros({shape}, torch.{tensor.dtype}{differentiable})"
 
-    def _is_recomputed(self, region: Region) -> bool:
-        return region.path in self.stage.recompute
+    def _manner(self, region: Region) -> str:
+        """The function of the runtime that calls a block, by what the plan says of what it saves; "" for none."""
+        if region.path in self.stage.recompute:
+            return "recomputed"
+        return "copied_out" if region.path in self.stage.copied_out else ""
 
     def _loop_length(self, items: list[Statement | Region], outputs: Iterable[Value]) -> int:
         """How many of the following regions are equal blocks of one container, each feeding the next.
 
-        Blocks that differ in what is recomputed need only be called alike, the recomputed ones first.
+        Blocks that differ in what is recomputed need only be called alike, but for one change of what calls them: those
+        that are called plainly come last.
         """
         first = items[0]
         assert isinstance(first, Region)
         container, _, index = first.path.rpartition(".")
         if not self._may_loop(first) or not is_number(index) or index not in self.containers.get(container, [])[:1]:
             return 1
-        count, before = 1, first
+        count, before, manners = 1, first, {self._manner(first)}
         for region in items[1:]:
             if not isinstance(region, Region) or region.path != f"{container}.{int(index) + count}":
                 break
             if not (self._may_loop(region) and self._are_equal(region, first) and self._feeds(before, region, first)):
                 break
-            if self._is_recomputed(region) and not self._is_recomputed(before):
-                break
+            if (manner := self._manner(region)) != self._manner(before):
+                if "" in manners or len(manners) > 1:
+                    break
+                manners.add(manner)
             count, before = count + 1, region
         whole = len(self.containers[container]) == count
         behind = {*self.escaping, *outputs, *(value for item in items[count:] for value in self._reads(item))}
@@ -570,13 +578,12 @@ class ClassWriter:
         inside = dict(zip(carried, targets, strict=True))
         arguments = ", ".join(inside.get(p) or self.read(value, path, names) for p, value in enumerate(first.inputs))
         container = self.attributes.path(regions[0].path.rpartition(".")[0])
-        blocks, call = f"self{self.below(path, container)}", f"block({arguments})"
-        again = sum(map(self._is_recomputed, regions))
-        if again == len(regions):
-            call = _recomputed("block", arguments)
-        elif again:
-            call = f"{_recomputed('block', arguments)} if number < {again} else {call}"
-        loop = f"number, block in enumerate({blocks})" if 0 < again < len(regions) else f"block in {blocks}"
+        blocks = f"self{self.below(path, container)}"
+        manners = [self._manner(region) for region in regions]
+        call, some = _under(manners[0], "block", arguments), manners.count(manners[0])
+        if some < len(regions):
+            call = f"{call} if number < {some} else {_under(manners[-1], 'block', arguments)}"
+        loop = f"number, block in enumerate({blocks})" if some < len(regions) else f"block in {blocks}"
         lines.append(f"{INDENT * 2}for {loop}:")
         lines.append(f"{INDENT * 3}{', '.join(targets)} = {call}")
         return lines
@@ -602,9 +609,9 @@ def _operator(node: Node) -> str:
     return node.op.split(".")[1].strip("_")
 
 
-def _recomputed(called: str, arguments: str) -> str:
-    """The call of a block that the backward pass runs again."""
-    return f"rt.recomputed({', '.join(filter(None, (called, arguments)))})"
+def _under(manner: str, called: str, arguments: str) -> str:
+    """The call of a block by a function of the runtime, or plainly."""
+    return f"rt.{manner}({', '.join(filter(None, (called, arguments)))})" if manner else f"{called}({arguments})"
 
 
 def _wrapped(lists: Iterable[str], width: int) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from types import MappingProxyType
 
 from autopar.emit.again import made_again
@@ -14,7 +15,7 @@ from autopar.emit.literals import unsaved_text
 from autopar.emit.module import Module
 from autopar.emit.names import Names, escaped, keywords
 from autopar.emit.once import made_once
-from autopar.emit.stages import Received, argument_lines, input_lines, pipeline, received
+from autopar.emit.stages import Received, argument_lines, input_lines, link_lines, pipeline, received
 from autopar.emit.tree import build_tree
 from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
@@ -182,8 +183,13 @@ def _declarations(what: _Written) -> list[str]:
     lines = [f"{INDENT}AXES = {real!r}", f"{INDENT}MICROBATCHES = {what.stage.microbatches}"]
     if joined := joined_axes(what.graph, what.stage.nodes, what.stage.axes):
         lines.append(f"{INDENT}JOINED = {joined!r}")
+    if what.graph.ends is None:
+        lines += link_lines(what.stage.plan)
     shares = {axis.name: axis.shares for axis in what.stage.axes if axis.shares}
     lines += [f"{INDENT}SHARES = {shares!r}"] if shares else []
+    if (algorithm := what.stage.plan.algorithm) is not None:
+        told = ", ".join(repr(value) for value in astuple(algorithm))
+        lines.append(f"{INDENT}ALGORITHM = rt.Algorithm({told})  # {algorithm}")
     if values := unsaved_text(what.graph):
         lines.append(f"{INDENT}BUFFERS = {{{values}}}")
     if not what.graph.training:
@@ -226,6 +232,7 @@ def _methods(what: _Written) -> list[str]:
     body += _updates(flat, writer, body_names)
     signature = ", ".join(["self", *(body_names[value] for value in (*inputs, *told))])
     remakes = [f"{INDENT}@rt.remaking"] if any(region.is_again for region in walk(root)) else []
+    remakes += [f"{INDENT}@rt.offloading"] if any(region.path in stage.copied_out for region in walk(root)) else []
     lines += ["", *remakes, f"{INDENT}def forward({signature}):"]
     lines += writer.axis_lines(body, [axis.name for axis in stage.axes if axis.name != MICROBATCH])
     lines[:0] = writer.ranges.declaration(INDENT) if writer.ranges else []

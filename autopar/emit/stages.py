@@ -11,6 +11,7 @@ from autopar.emit.names import escaped, keywords
 from autopar.errors import PlanError
 from autopar.ir.graph import Fields, Graph, Ref
 from autopar.ir.mesh import MICROBATCH
+from autopar.ir.offload import uses_host
 from autopar.ir.placement import Axis, Placement, local_shape
 from autopar.ir.plan import Plan
 from autopar.ir.stages import gradients_back, leaving_placement, leaving_values, maker_of, stage_graph
@@ -90,6 +91,15 @@ def _microbatch_shape(shape: tuple[int, ...], placement: Placement, axes: Sequen
     return local_shape(shape, tuple(type_ for type_, _ in cut), tuple(axis for _, axis in cut))
 
 
+def link_lines(plan: Plan) -> list[str]:
+    """The simulated link to the host, where the plan keeps something there."""
+    if plan.host_link is None or not uses_host(plan):
+        return []
+    down, up, copy_ns = plan.host_link
+    rates = f"down_bandwidth={down!r}, up_bandwidth={up!r}, copy_ns={copy_ns}"
+    return [f"{INDENT}HOST_LINK = rt.LinkRates({rates})  # bytes a second, each way"]
+
+
 def pipeline(graph: Graph, plan: Plan, name: str, prefix: str) -> str:
     """The class of this name, which names the stages: the prefix with their numbers. Raises PlanError where the loss is
     not made by the last stage."""
@@ -108,6 +118,7 @@ def pipeline(graph: Graph, plan: Plan, name: str, prefix: str) -> str:
         f"{INDENT}STAGES = ({', '.join(f'{prefix}{index}' for index in range(count))})",
         f"{INDENT}SCHEDULE = {plan.schedule!r}",
         f"{INDENT}MICROBATCHES = {plan.microbatches}",
+        *link_lines(plan),
         *([] if graph.training else [f"{INDENT}TRAINING = False"]),
         *input_lines(graph, plan, graph.inputs),
         *argument_lines(graph),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.ir.offload import uses_host
 from autopar.ir.plan import COMPILED, Plan
 
 _BATCHES = """def batches():
@@ -18,6 +19,9 @@ _BATCHES = """def batches():
 
 
 """
+
+_ON_HOST = "next(iter(rank.parameters())).is_cuda", 'rank.device.type == "cuda"'
+"""Which parameter a rank has first says nothing of the device where some are on the host."""
 
 _COMPILES = "    rank.compile()  # as the plan says\n"
 
@@ -302,8 +306,9 @@ def script_name(plan: Plan) -> str:
 def script(plan: Plan, figures: StepFigures) -> str:
     """The text of the script for a plan."""
     text = _TRAIN if plan.mode == "train" else _EVALUATE
-    return text.format(
+    text = text.format(
         world=plan.mesh.num_devices, batches=_BATCHES, text=_TEXT.format(), initialise=_INITIALISE, dtype=figures.dtype,
         predicted_s=f"{plan.predicted.step_time_ns / 1e9:.6g}", step_flops=f"{figures.step_flops:.4g}",
         peak_flops=f"{figures.peak_flops:.4g}", compiles=_COMPILES if plan.runs == COMPILED else "",
     )  # fmt: skip
+    return text.replace(*_ON_HOST) if uses_host(plan) else text

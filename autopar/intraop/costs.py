@@ -15,7 +15,7 @@ from autopar.cost import Profile, collective_time_ns, node_time_ns
 from autopar.cost.collectives import Route, sum_ns
 from autopar.cost.compute import gathered_ns, pointwise_time_ns
 from autopar.cost.inside import inner_time_ns
-from autopar.cost.memory import optimizer_state_bytes, saved_values, storage_root
+from autopar.cost.memory import optimizer_moved_bytes, optimizer_state_bytes, saved_values, storage_root
 from autopar.cost.routes import UNREACHABLE, Routes, routes
 from autopar.intraop.recomputed import RecomputedShares
 from autopar.intraop.strategies import Strategies, Strategy
@@ -58,8 +58,9 @@ class ProfiledCosts:
         microbatches: int = 1,
         again: RecomputedShares | None = None,
         sends: Sends | None = None,
+        copied: RecomputedShares | None = None,
     ) -> None:
-        self.sends = sends
+        self.sends, self.copied = sends, copied or RecomputedShares((), ())
         self.graph, self.axes, self.profile = graph, axes, profile
         self.again = again or RecomputedShares((), ())
         self.microbatches = microbatches  # of which the graph is one; times are of the whole step
@@ -181,12 +182,13 @@ class ProfiledCosts:
         return found
 
     def _kept_share(self, node: Node, saved: Saved) -> float:
-        """In which part of a node's instances it keeps something: not where its module runs again, nor what is made
-        again by itself."""
+        """In which part of a node's instances it keeps something: not where its module runs again, or is copied out,
+        nor what is made again by itself."""
+        here = 1 - self.copied.of(node.scope.module)
         if isinstance(saved, Extra):
-            return 1 if saved.is_number else 1 - self._share(node)
+            return 1 if saved.is_number else here * (1 - self._share(node))
         maker = self.graph.producers.get(storage_root(saved, self.graph))
-        kept = 1 - self.again.of(node.scope.module) if self.train else 1.0
+        kept = here * (1 - self.again.of(node.scope.module)) if self.train else 1.0
         return kept if maker is None else kept * (1 - self.again.by_itself(maker))
 
     def _entering(self, node: Node) -> list[str]:
@@ -224,7 +226,23 @@ class ProfiledCosts:
         reductions = np.array([self._num_reductions(storage) for storage in storages])[:, None]
         total = forward * gathers + backward * reductions + self._added_up_ns(tensor, storages, targets)
         total += self._cast_ns(tensor, storages, targets)
+        if any(storage.on_host for storage in storages):
+            total += np.array([self._offloading_ns(tensor, storage) for storage in storages])[:, None]
         return np.where(forward >= UNREACHABLE, NO_PATH_NS, total)
+
+    def _offloading_ns(self, tensor: Tensor, storage: Storage) -> int:
+        """What is copied of a parameter on the host, and of its gradient, and what its update takes longer there."""
+        host = self.profile.beside
+        if not storage.on_host:
+            return 0
+        if host is None:
+            return int(NO_PATH_NS)
+        dtype, local = self.graph.kept(tensor.name).dtype, self._local(tensor.shape, storage.placement)
+        size = math.prod(local) * self.graph.kept(tensor.name).itemsize
+        copied = self._num_gathers(storage) * host.up_ns(size) + self._num_reductions(storage) * host.down_ns(size)
+        moved = optimizer_moved_bytes(self.optimizer, local, dtype, tensor.shape)
+        update = round(moved * 1e9 / host.update_bandwidth) if host.update_bandwidth else 0
+        return copied + update
 
     def _cast_ns(self, tensor: Tensor, storages: list[Storage], targets: list[Placement]) -> Times:
         """What is stored, whenever it is converted; each microbatch's gradient of what is used."""
@@ -323,7 +341,12 @@ class ProfiledCosts:
             kept += optimizer_state_bytes(self.optimizer, local, dtype, tensor.shape) if trains else 0
             waits = trains and self.microbatches > 1 and not storage.reduce_each_microbatch
             copies = tensor.itemsize + (master if waits else 0)
-            is_copy = [not storage.regather and (master != tensor.itemsize or _is_cut(storage, use)) for use in uses]
+            if storage.on_host:
+                kept = 0
+            is_copy = [
+                not storage.regather and (storage.on_host or master != tensor.itemsize or _is_cut(storage, use))
+                for use in uses
+            ]
             found[row] = kept + used * is_copy * copies
         return found
 

@@ -1,4 +1,4 @@
-"""Which part of the instances of a module computes again: equal blocks decide together, not all are recomputed."""
+"""Which part of the instances of a module computes again, or is copied out: equal blocks decide together."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def costs_of(graph: Graph, draft: Plan, profile: Profile, sends: Sends | None = 
     """What placements of the draft's graph cost."""
     return ProfiledCosts(
         graph, draft.stage.axes, draft.mesh.devices_per_node, profile, draft.mode, draft.optimizer, draft.microbatches,
-        RecomputedShares(draft.recompute, draft.blocks), sends,
+        RecomputedShares(draft.recompute, draft.blocks), sends, RecomputedShares(draft.copied_out, draft.blocks),
     )  # fmt: skip
 
 

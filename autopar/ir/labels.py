@@ -29,6 +29,11 @@ def bracketed(placements: Iterable[Placement]) -> str:
 
 
 def storage_text(storage: Storage) -> str:
-    """A storage placement with its ZeRO behaviour: "[S(0) I] gathered per use"."""
-    mark = " gathered per use" if storage.regather else ""
-    return f"[{format_placement(storage.placement)}]{mark}"
+    """A storage placement with its ZeRO behaviour, and where it is: "[S(0) I] gathered per use, on the host"."""
+    return f"[{format_placement(storage.placement)}]{use_text(storage)}"
+
+
+def use_text(storage: Storage) -> str:
+    """ " gathered per use", " on the host", or both."""
+    marks = ["gathered per use"] * storage.regather + ["on the host"] * storage.on_host
+    return f" {', '.join(marks)}" if marks else ""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from autopar.errors import PlanError
+from autopar.ir.algorithm import Algorithm
 from autopar.ir.faults import faults_told
 from autopar.ir.mesh import MICROBATCH, LogicalMesh, Mesh
 from autopar.ir.placement import Placement
@@ -42,11 +43,23 @@ class Storage:
     `placement`: what each rank stores, I or S(d) an axis (R for what needs no gradient). ZeRO-0 stores I;
     ZeRO-1 stores S and gathers once a step; ZeRO-2 also reduces gradients each microbatch (`reduce_each_microbatch`);
     ZeRO-3 also gathers again for the backward pass (`regather`). Optimizer state follows the stored placement.
+    `on_host`: what is stored, its gradient and its optimizer state are in the host's memory, where it is updated
+    (ZeRO-Offload); it is brought to the device for a step, or with `regather` for each use (ZeRO-Infinity).
     """
 
     placement: Placement
     regather: bool = False
     reduce_each_microbatch: bool = False
+    on_host: bool = False
+
+
+class SimulatedLink(NamedTuple):
+    """The link between device and host of ranks of which both are one memory: bytes a second from the device and to it,
+    and nanoseconds a copy takes beside. The runtime delays copies to that."""
+
+    down_bandwidth: float
+    up_bandwidth: float
+    copy_ns: int
 
 
 @dataclass(frozen=True)
@@ -92,6 +105,8 @@ class Prediction:
 
     Where experts are routed, step_time_ns is the mean over routings, step_time_p99_ns what all but one in a hundred
     take at most; memory is that of the 99th percentile (`ops.loads`).
+
+    host_bytes: what is kept on the host of the rank that has most there; None where nothing is.
     """
 
     step_time_ns: int = 0
@@ -106,6 +121,7 @@ class Prediction:
     capacity_bytes: int | None = None
     fits_probability: float | None = None
     step_time_p99_ns: int | None = None
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -353,13 +369,17 @@ class Plan:
     microbatches: int = 1
     microbatch_inputs: tuple[str, ...] = ()  # inputs whose dim 0 microbatches divide
     recompute: tuple[str, ...] = ()  # modules and operators computed again in the backward pass (`ir.recompute`)
+    copied_out: tuple[str, ...] = ()  # modules whose saved activations wait in the host's memory (`ir.copied_out`)
     mode: str = "train"
     training: bool = True  # whether the model was in training mode: its dropout and batch norm are those of that mode
     optimizer: str = "adamw"
     precision: str | None = None
     runs: str = EAGER  # or COMPILED: what the prediction is of
     memory_limit: int = 0
+    allow: tuple[str, ...] = ()  # options that the search might take, such as "offload", beside those it always may
+    host_link: SimulatedLink | None = None  # where something may be on the host, and the link to it is simulated
     routing: Routing | None = None  # how tokens choose experts, where it was said; balanced where not
+    algorithm: Algorithm | None = None  # how copies of the parameters meet, where not by summed gradients
     predicted: Prediction = Prediction()
     search: SearchReport = SearchReport()
     coverage: Mapping[str, str] = field(default_factory=dict)  # operator -> "table", "registry" or why replicated
@@ -538,6 +558,11 @@ class StagePlan(Stage):
     def recompute(self) -> tuple[str, ...]:
         """Modules and operators that are computed again in the backward pass."""
         return self.plan.recompute
+
+    @property
+    def copied_out(self) -> tuple[str, ...]:
+        """Modules whose saved activations wait in the host's memory for the backward pass."""
+        return self.plan.copied_out
 
     @property
     def schedule(self) -> str:

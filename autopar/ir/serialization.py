@@ -10,6 +10,7 @@ from typing import Any
 
 from autopar.errors import AutoparError, PlanError
 from autopar.ir import earlier, reading
+from autopar.ir.algorithm import algorithm_of_json, algorithm_to_json
 from autopar.ir.consistency import check_consistent
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Axis, format_placement, parse_placement, parse_type
@@ -29,6 +30,7 @@ from autopar.ir.plan import (
     Refinement,
     Rewriting,
     SearchReport,
+    SimulatedLink,
     Stage,
     Storage,
     Substitution,
@@ -57,10 +59,14 @@ def to_json(plan: Plan) -> str:
     data.update({name: getattr(plan, name) for name in _PLAIN})
     data |= {} if plan.training else {"training": False}
     data |= {} if plan.runs == EAGER else {"runs": plan.runs}
+    data |= {"allow": list(plan.allow)} if plan.allow else {}
+    data |= {"host_link": list(plan.host_link)} if plan.host_link else {}
     data |= {} if plan.routing is None else {"routing": plan.routing.to_json()}
+    data |= {} if plan.algorithm is None else {"algorithm": algorithm_to_json(plan.algorithm)}
     data["mesh"] = plan.mesh.to_json()
     data["microbatch_inputs"] = list(plan.microbatch_inputs)
     data["recompute"] = list(plan.recompute)
+    data |= {"copied_out": list(plan.copied_out)} if plan.copied_out else {}
     data["stages"] = [_stage_to_json(stage) for stage in plan.stages]
     data["predicted"] = {name: value for name, value in asdict(plan.predicted).items() if value is not None}
     data["search"] = _search_to_json(plan.search)
@@ -90,7 +96,7 @@ def _stage_to_json(stage: Stage) -> dict[str, Any]:
         "axes": [_axis_to_json(axis) for axis in stage.axes],
         "inputs": {name: format_placement(placement) for name, placement in stage.inputs.items()},
         "storage": {
-            name: [format_placement(kept.placement), kept.regather, kept.reduce_each_microbatch]
+            name: [format_placement(kept.placement), kept.regather, kept.reduce_each_microbatch, *[True] * kept.on_host]
             for name, kept in stage.storage.items()
         },
         "nodes": {
@@ -147,11 +153,15 @@ def _plan(data: dict[str, Any]) -> Plan:
         **{name: data[name] for name in (*_PLAIN, *_TOLD)},
         training=data.get("training", True),
         runs=data.get("runs", EAGER),
+        allow=tuple(data.get("allow", ())),
+        host_link=SimulatedLink(*data["host_link"]) if "host_link" in data else None,
         routing=Routing.from_json(data["routing"]) if "routing" in data else None,
+        algorithm=algorithm_of_json(data["algorithm"]) if "algorithm" in data else None,
         mesh=Mesh([(name, nodes, devices) for name, nodes, devices in data["mesh"]]),
         stages=tuple(map(_stage, data["stages"])),
         microbatch_inputs=tuple(data["microbatch_inputs"]),
         recompute=tuple(data["recompute"]),
+        copied_out=tuple(data.get("copied_out", ())),
         predicted=_prediction(data["predicted"]),
         search=_search(data["search"]),
         choices=tuple(map(_choice, data["choices"])),
@@ -167,7 +177,7 @@ def _stage(data: dict[str, Any]) -> Stage:
         first_rank=data["first_rank"],
         axes=tuple(Axis(*axis[:3], *map(tuple, axis[3:])) for axis in data["axes"]),
         inputs={name: parse_placement(text) for name, text in data["inputs"].items()},
-        storage={name: Storage(parse_placement(row[0]), row[1], row[2]) for name, row in data["storage"].items()},
+        storage={name: Storage(parse_placement(row[0]), *row[1:]) for name, row in data["storage"].items()},
         nodes={
             name: NodePlan(tuple(map(parse_placement, row[0])), tuple(map(parse_placement, row[1])))
             for name, row in data["nodes"].items()

@@ -10,7 +10,8 @@ A plan is well typed when
   7. axes with shares cut activations alone, in whole parts (`shares.check_shares`);
   8. branches run at one coordinate of an axis, and may (`branches.check_forks`);
   9. of several stages, each is well typed, and receives what it reads as it was sent (`stages.check_stages`);
-  10. each element of the model's parameters is stored in one place (`packed.check_packing`).
+  10. each element of the model's parameters is stored in one place (`packed.check_packing`);
+  11. what is copied to the host are modules that run, in ways that are built (`copied_out.check_copied_out`).
 Together with the rules' own proofs this makes the emitted program equal to the model.
 """
 
@@ -23,8 +24,10 @@ from collections.abc import Callable, Mapping
 
 from autopar.errors import PlacementError, PlanError
 from autopar.ir.branches import branch_rule, check_forks, check_inner_conversions, homes, in_order
+from autopar.ir.copied_out import check_copied_out
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import MICROBATCH, LogicalMesh, check_axis_names
+from autopar.ir.offload import stored_on_host
 from autopar.ir.packed import check_packing
 from autopar.ir.placement import I, P, Placement, R, format_placement, of_new_value
 from autopar.ir.plan import Plan, Redistribute, Stage, StagePlan, Storage
@@ -52,6 +55,7 @@ def verify(graph: Graph, plan: Plan, admits: Admits) -> None:
     """
     check_packing(graph)
     _check_recompute(graph, plan)
+    check_copied_out(graph, plan)
     check_axes_with_shares(plan)
     if len(plan.stages) > 1:
         check_stages(graph, plan)
@@ -68,6 +72,11 @@ def _verify_stage(graph: Graph, stage: StagePlan, admits: Admits) -> None:
     if crossing := sorted(tensors_again(graph, stage.recompute) & {*graph.received, *graph.sent}):
         raise PlanError(f"expected stages to keep what they send, found {crossing[0]} computed again")
     check_forks(graph, stage)
+    if (stage.forks or any(axis.shares for axis in stage.axes)) and (found := stored_on_host(stage)):
+        raise PlanError(
+            f"expected equal ranks that all run the same with parameters on the host, found {found[0]} there, and "
+            "branches or unequal shares of the batch; keep it on the device"
+        )
     placements, branched = _sources(graph, stage), homes(stage)
     arrived = {(r.tensor, r.target) for r in stage.redistributes}
     if len(arrived) != len(stage.redistributes):
@@ -200,12 +209,17 @@ def _other_types(graph: Graph, plan: Plan) -> list[str]:
     return odd[:3] + ([f"{len(odd) - 3} more tensors differ"] if len(odd) > 3 else [])
 
 
-def _sources(graph: Graph, stage: Stage) -> dict[str, Placement]:
+def _sources(graph: Graph, stage: StagePlan) -> dict[str, Placement]:
     sources = dict(stage.inputs)
     for stored in graph.stored:
         storage = stage.storage[stored.tensor]
         _check_storage(graph, graph.tensors[stored.tensor], storage, stage.axes)
         is_updated = stored.name in graph.mutations and stored.kind != "parameter"
+        if storage.on_host and (stored.kind != "parameter" or not stored.requires_grad or stage.mode != "train"):
+            where = _maker(graph, stored.tensor)
+            raise PlanError(
+                f"expected parameters that are trained on the host, found {stored.name}{where}; keep it on the device"
+            )
         if is_updated and any(type_.kind == "S" for type_ in storage.placement):
             where = _maker(graph, stored.tensor)
             raise PlacementError(
@@ -285,6 +299,11 @@ def _check_levels(graph: Graph, stage: Stage, redistribute: Redistribute, where:
     if any(by_levels(steps, stage.axes) and all(step.parts == 1 for step in steps) for steps in others):
         raise PlacementError(
             f"{where}: expected all uses of a parameter to sum its gradient by levels, found one not to"
+        )
+    if stage.storage[redistribute.tensor].on_host:
+        raise PlacementError(
+            f"{where}: expected a parameter kept on its device where its gradient is summed by levels, found it on the "
+            "host; shard it (zero=1 or more), or take one data-parallel axis"
         )
     if redistribute.steps != by_levels(plain, stage.axes):
         found = ", ".join(f"{step.before} -> {step.after} in {step.parts}" for step in redistribute.steps)

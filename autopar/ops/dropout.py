@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import S, format_placement, local_shape
-from autopar.ops import saved, work
+from autopar.ops import saved, work, workspace
 from autopar.ops.call import Call
 from autopar.ops.local import LocalCall, tuple_of
 from autopar.ops.notation import AxisRule
@@ -32,7 +32,9 @@ def _local(local: LocalCall) -> str | None:
 _RANDOM = Operator(work=work.DROPOUT)
 
 RANDOMNESS: dict[str, Operator] = {
-    "aten.native_dropout.default": _RANDOM.by(dropout, saved=saved.dropout, local=_local, needs_elements=True),
+    "aten.native_dropout.default": _RANDOM.by(
+        dropout, saved=saved.dropout, workspace=workspace.scaled_mask, local=_local, needs_elements=True
+    ),
     "dropout": _RANDOM.by(saved=saved.dropout),
     "rand": _RANDOM.by(size="size"),
     "randn": _RANDOM.by(size="size"),

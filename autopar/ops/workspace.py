@@ -69,6 +69,11 @@ def backward(copies: int) -> WorkspaceRule:
     return lambda sizes: (0, copies * sizes.operand(0))
 
 
+def scaled_mask(sizes: Sizes) -> Workspace:
+    """The factor that dropout multiplies by, made of the mask again for the gradient."""
+    return sizes.result, sizes.result
+
+
 def product(sizes: Sizes) -> Workspace:
     """The gradient of an operand that was broadcast has the result's size, before it is summed."""
     pairs = zip(sizes.operands, sizes.differentiable, strict=True)

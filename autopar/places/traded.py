@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from autopar.errors import InfeasibleError
 from autopar.intraop import TradeOff, TradeOffs
@@ -25,7 +26,9 @@ from autopar.ir.plan import Plan, SearchReport
 from autopar.planning import Place
 from autopar.simulate import Incremental, predict
 from autopar.tunables import BESIDE_FASTEST, MOST_BESIDE, ONE_STAGE_HALVINGS, SOLVE_SHARE
-from autopar.zero import Modules
+
+Rung = tuple[Any, ...]
+"""Of a ladder: what is computed again, as in `Plan.recompute`, or whatever else spares memory (`copied`)."""
 
 
 @dataclass(eq=False)
@@ -37,12 +40,12 @@ class TradedPlace:
     """
 
     there: Place
-    ladders: Sequence[Sequence[Modules]]
+    ladders: Sequence[Sequence[Rung]]
     simulator: Incremental
     seconds: float
     best_ns: float
     found: list[Plan] = field(default_factory=list)
-    _played: dict[tuple[int, Modules], Plan] = field(default_factory=dict)
+    _played: dict[tuple[int, Rung], Plan] = field(default_factory=dict)
 
     def plans(self) -> list[Plan]:
         """Those that fit and are near the fastest, that first."""
@@ -58,7 +61,7 @@ class TradedPlace:
     def _near_ns(self) -> float:
         return BESIDE_FASTEST * self.best_ns
 
-    def _look_at(self, placed: Iterator[Plan], again: Modules) -> bool:
+    def _look_at(self, placed: Iterator[Plan], again: Rung) -> bool:
         """Takes those that fit, and others with what makes them fit computed again: whether there are such that are
         near the fastest. again: what is, where they are compared; of those that are slower and larger than others no
         more is looked at."""
@@ -67,7 +70,7 @@ class TradedPlace:
             plan = self._with(compared, self.ladders[0][0])
             if plan.predicted.step_time_ns > self._near_ns:
                 continue
-            if _fits(plan):
+            if self._fits(plan):
                 self._take(plan)
                 continue
             is_bound = True
@@ -85,10 +88,10 @@ class TradedPlace:
                 break
             self._take(found)
 
-    def _first_that_fits(self, plan: Plan, ladder: Sequence[Modules]) -> Plan | None:
+    def _first_that_fits(self, plan: Plan, ladder: Sequence[Rung]) -> Plan | None:
         """By bisection: each rung takes less memory than the one before, and more time. The last, in which all ladders
         end, says whether any fits."""
-        if not ladder or not _fits(self._with(plan, ladder[-1])):
+        if not ladder or not self._fits(self._with(plan, ladder[-1])):
             return None
         found, low, high = None, 0, len(ladder)
         while low < high:
@@ -96,23 +99,30 @@ class TradedPlace:
             tried = self._with(plan, ladder[middle])
             if tried.predicted.step_time_ns > self._near_ns:
                 high = middle
-            elif _fits(tried):
+            elif self._fits(tried):
                 found, high = tried, middle
             else:
                 low = middle + 1
         return found
 
+    def _fits(self, plan: Plan) -> bool:
+        return plan.predicted.peak_bytes <= plan.memory_limit
+
     def _take(self, plan: Plan) -> None:
         self.found.append(plan)
         self.best_ns = min(self.best_ns, plan.predicted.step_time_ns)
 
-    def _with(self, plan: Plan, again: Modules) -> Plan:
+    def _with(self, plan: Plan, again: Rung) -> Plan:
         """The placements with this computed again, played once."""
         key = id(plan.stages), again  # what is kept has them, so that no others get their place
         if key not in self._played:
-            plan = replace(plan, recompute=again)
+            plan = self._sparing(plan, again)
             self._played[key] = replace(plan, predicted=predict(self.simulator.timeline(plan)))
         return self._played[key]
+
+    def _sparing(self, plan: Plan, again: Rung) -> Plan:
+        """The plan with this computed again."""
+        return replace(plan, recompute=again)
 
     # Placements ----------------------------------------
 
@@ -159,10 +169,6 @@ def _points(curve: TradeOffs) -> list[TradeOff]:
         every = [point for pair in zip(found, between, strict=False) for point in pair] + found[-1:]
         found = [point for point in every if point is not None]
     return found
-
-
-def _fits(plan: Plan) -> bool:
-    return plan.predicted.peak_bytes <= plan.memory_limit
 
 
 def _step_ns(plan: Plan) -> int:

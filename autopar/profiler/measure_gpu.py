@@ -17,6 +17,7 @@ import contextlib
 import csv
 import itertools
 import json
+import os
 import random
 import statistics
 import sys
@@ -545,6 +546,28 @@ def copied_bytes_a_second() -> dict[str, float]:
     }
 
 
+def host_memory() -> dict[str, float]:
+    """The host's memory in bytes and its GPUs, microseconds of a copy of 4 bytes each way, and bytes a second that a
+    fused AdamW on the host reads and writes: 4 (of gradients), 8 (of parameters) and 16 (of both moments) an element of
+    float32."""
+    small, pinned = torch.zeros(1, device="cuda"), torch.zeros(1, pin_memory=True)
+    timer = GraphTimer()
+    copies = [timer._events_ms(lambda: small.copy_(pinned, non_blocking=True)) for _ in range(20)]
+    parameter = torch.zeros(1 << 26)
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    times = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        optimizer.step()
+        times.append(time.perf_counter() - begin)
+    return {
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "gpus": torch.cuda.device_count(),
+        "copy_us": round(statistics.median(copies) * 1000, 2),
+        "update": float(f"{28 * parameter.numel() / min(times[1:]):.4g}"),
+    }  # fmt: skip
+
+
 def host_paces() -> dict[str, float]:
     """Microseconds of the host's thread to launch one operator while the device has work: forward, backward."""
     x, w = drawn(4, 64, 64).requires_grad_(), drawn(64, 64).requires_grad_()
@@ -591,6 +614,7 @@ def measure(folder: Path, seconds: float, gpu: str, only: Sequence[str] = ()) ->
     found: Row = {"gpu": gpu, "torch": torch.__version__, "cuda": torch.version.cuda, "device": device_facts()}
     if not only:
         found |= {"host_us": host_paces(), "copies": copied_bytes_a_second(), "paces": sustained_paces()}
+        found["host"] = host_memory()
         (folder / "device.json").write_text(json.dumps(found, indent=1) + "\n")
     software = f"torch-{torch.__version__} CUDA graph"
     timer = GraphTimer()

@@ -6,7 +6,9 @@ from autopar.runtime.build import build
 from autopar.runtime.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
 from autopar.runtime.comm import count_bytes
 from autopar.runtime.constants import computed_once, folded
+from autopar.runtime.copying import copied_out, offloading
 from autopar.runtime.declare import (
+    Algorithm,
     Block,
     Buffer,
     Fields,
@@ -24,6 +26,7 @@ from autopar.runtime.declare import (
 )
 from autopar.runtime.errors import CollectiveError, ProgramError, WorldError
 from autopar.runtime.functions import apply, hooked, imported
+from autopar.runtime.host_link import LinkRates
 from autopar.runtime.inputs import in_first, microbatch, total
 from autopar.runtime.lowering.context import *
 from autopar.runtime.lowering.cross_entropy import *
@@ -48,6 +51,7 @@ from autopar.runtime.tracing import ran
 from autopar.runtime.watch import Watch
 
 __all__ = [
+    "Algorithm",
     "Axis",
     "Block",
     "Buffer",
@@ -55,6 +59,7 @@ __all__ = [
     "Fields",
     "Given",
     "Input",
+    "LinkRates",
     "Numbered",
     "Parameter",
     "Parameters",
@@ -72,6 +77,7 @@ __all__ = [
     "apply",
     "build",
     "computed_once",
+    "copied_out",
     "count_bytes",
     "declare_optimizer",
     "draw",
@@ -86,6 +92,7 @@ __all__ = [
     "local_size",
     "make_rank_mesh",
     "microbatch",
+    "offloading",
     "owned",
     "ran",
     "recomputed",

@@ -9,8 +9,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime import agreement
+from autopar.runtime.copies import apart_of
 from autopar.runtime.declare import Pipeline, Program
 from autopar.runtime.ending import await_gloo_at_exit
+from autopar.runtime.host_link import HostLink
 from autopar.runtime.mesh import TIMEOUT_S, make_rank_mesh, start_process_group
 from autopar.runtime.rank import Rank
 
@@ -39,7 +41,9 @@ def build(
         from autopar.runtime.pipeline import PipelineRank  # torch's schedules take a while to import
 
         return PipelineRank(program, device_mesh, device, timeout_s)
-    mesh = replace(make_rank_mesh(program.AXES, device_mesh, device, timeout_s, program.JOINED), shares=program.SHARES)
+    mesh = make_rank_mesh(program.AXES, device_mesh, device, timeout_s, program.JOINED)
+    link = HostLink(mesh.device, program.HOST_LINK)
+    mesh = replace(mesh, shares=program.SHARES, apart=apart_of(program), link=link)
     return rank_type(program(mesh), mesh)
 
 

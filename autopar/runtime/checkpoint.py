@@ -60,6 +60,7 @@ def save_checkpoint(
     them by `load_checkpoint`, or takes a folder of its own.
     """
     folder = Path(folder)
+    rank.unite_copies(optimizer)
     saved = SavedState(rank.stored_parameters, rank.state_dict())
     state: dict[str, Any] = {"model": saved.plain, "progress": _progress(step), **_extra(extra)}
     if optimizer is not None:

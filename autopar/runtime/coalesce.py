@@ -129,11 +129,15 @@ def pack(tensors: Sequence[Tensor], parts: int = 1) -> tuple[Tensor | None, list
     them."""
     if not tensors:
         return None, []
-    lengths = [t.numel() for t in tensors]
-    rest = -sum(lengths) % parts
+    shapes, rest = [t.shape for t in tensors], -sum(t.numel() for t in tensors) % parts
     flat = torch.cat([*(t.reshape(-1) for t in tensors), *([tensors[0].new_zeros(rest)] if rest else [])])
-    views = torch.split(flat, [*lengths, rest] if rest else lengths)
-    return flat, [part.view(t.shape) for part, t in zip(views, tensors, strict=False)]
+    return flat, views_of(flat[: flat.numel() - rest], shapes)
+
+
+def views_of(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Views of a flat buffer, one after the other."""
+    lengths = [math.prod(shape) for shape in shapes]
+    return [part.view(shape) for part, shape in zip(torch.split(flat, lengths), shapes, strict=True)]
 
 
 def _columns(matrix: Tensor | None, shapes: Sequence[torch.Size]) -> list[Tensor]:

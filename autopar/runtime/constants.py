@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.runtime.declare import Parameters
 
@@ -49,6 +50,22 @@ class _FoldedConstants:
     def __init__(self, values: tuple[Tensor, ...], made_of: list[Tensor]) -> None:
         self.values, self.made_of = values, made_of
         self.versions = [tensor._version for tensor in made_of]
+        for value in values:
+            storage = value.untyped_storage()
+            _memory[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call] # torch's
+
+
+_memory: dict[int, StorageWeakRef] = {}
+"""Of all that is kept, by its address."""
+
+
+def is_constant(address: int) -> bool:
+    """Whether the memory at an address is of values that are computed once."""
+    known = _memory.get(address)
+    if known is not None and known.expired():  # type: ignore[no-untyped-call] # torch's
+        del _memory[address]
+        return False
+    return known is not None
 
 
 def _holders(module: Any) -> Iterator[Parameters]:

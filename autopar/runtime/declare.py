@@ -15,7 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.errors import ProgramError
+from autopar.runtime.host_link import LinkRates
 from autopar.runtime.mesh import Axis, RankMesh
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """How copies of the parameters along an axis meet: "local_sgd" with the updates between two means, after so many
+    updates of summed gradients, or "adasum" (`copies`)."""
+
+    name: str
+    axis: str
+    period: int = 1
+    after: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +63,8 @@ class Parameter:
     `pieces`: the slices of the model's parameters that it is made of, one after the other along `packed_dim`, where it
     is none of the model's itself. State dicts have the model's names and shapes all the same.
     `value`: nested lists that a parameter of the loss starts from, where what is loaded is the model's alone.
+    `on_host`: what is stored of it, and its gradient, are in the host's memory, where optimizers keep their state of it
+    and update it. What is used is brought to the device once a step, or regathered; gradients are sent to the host.
     """
 
     shape: tuple[int, ...]
@@ -65,6 +79,7 @@ class Parameter:
     pieces: tuple[Piece, ...] = ()
     packed_dim: int = 0
     value: Any = None
+    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +260,8 @@ class Program(Block):
     LOSS_INDEX: ClassVar[int] = 0  # which output is the loss, where forward returns several
     OTHERS: ClassVar[tuple[type[Program], ...]] = ()  # the same for inputs of other shapes, of the same parameters
     FILLING: ClassVar[Mapping[str, float | None]] = {}  # by input, of rows that short batches are filled up with
+    ALGORITHM: ClassVar[Algorithm | None] = None  # how copies of the parameters meet, where not by summed gradients
+    HOST_LINK: ClassVar[LinkRates | None] = None  # a simulated one, of CPU ranks that keep something on the host
     RAN: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # of a traced program, by module: what its statements are
 
     def prepare(self, microbatches: list[tuple[Tensor, ...]]) -> None:
@@ -294,4 +311,5 @@ class Pipeline:
     LOSS_INDEX: ClassVar[int] = 0
     TIED: ClassVar[Mapping[str, str]] = {}
     OTHERS: ClassVar[tuple[type[Pipeline], ...]] = ()
+    HOST_LINK: ClassVar[LinkRates | None] = None
     FILLING: ClassVar[Mapping[str, float | None]] = {}

@@ -341,18 +341,52 @@ def start_conversion(slots: Iterable[ParameterUse]) -> Callable[[], None]:
 
 
 def _lane(slot: ParameterUse) -> str:
-    """Slots with equal steps and dtypes travel together."""
-    return f"{[(s.step.axis, str(s.step.source), str(s.step.target)) for s in slot.steps]} {slot.leaf.dtype}"
+    """Slots with equal steps and dtypes travel together, and those of the host by themselves."""
+    steps = [(s.step.axis, str(s.step.source), str(s.step.target)) for s in slot.steps]
+    return f"{steps} {slot.leaf.dtype}{' of the host' if slot.parameter.is_on_host else ''}"
 
 
 @torch.no_grad()
 def _start_lane(slots: list[ParameterUse]) -> Callable[[], None]:
-    mesh = slots[0].parameter.mesh
     for slot in slots:
         slot.allocate()
+    stored = [slot.parameter.local for slot in slots]
+    return _start_from_host(stored, slots) if slots[0].parameter.is_on_host else _start_from(stored, slots)
+
+
+def _start_from_host(stored: list[Tensor], slots: list[ParameterUse]) -> Callable[[], None]:
+    """What is used as it is stored is copied into place; of the rest, what is stored is copied to the device first."""
+    mesh, link = slots[0].parameter.mesh, slots[0].parameter.mesh.host_link
+    if not (slots[0].moves or slots[0].is_cast):
+        copy = link.up([(slot.target, local) for slot, local in zip(slots, stored, strict=True)])
+        return partial(_show_after, copy.wait, slots)
+    staged = [torch.empty_like(local, device=mesh.device) for local in stored]
+    copy = link.up(list(zip(staged, stored, strict=True)))
+    if mesh.device.type == "cuda":
+        with torch.cuda.stream(link.up_stream):
+            rest = _start_from(staged, slots)
+    else:
+        rest = _start_from(staged, slots)
+
+    def finish() -> None:
+        copy.wait()
+        rest()
+
+    return finish
+
+
+def _show_after(wait: Callable[[], None], slots: list[ParameterUse]) -> None:
+    wait()
+    for slot in slots:
+        slot.show()
+
+
+def _start_from(stored: list[Tensor], slots: list[ParameterUse]) -> Callable[[], None]:
+    """From what is stored, on the device."""
+    mesh = slots[0].parameter.mesh
     if not slots[0].moves:
-        return _cast_lane(slots)
-    tensors = [slot.parameter.local.to(slot.dtype) for slot in slots]
+        return _cast_lane(stored, slots)
+    tensors = [local.to(slot.dtype) for local, slot in zip(stored, slots, strict=True)]
     for index in range(len(slots[0].steps) - 1):
         tensors = _convert(tensors, [slot.steps[index] for slot in slots], mesh)
     last = _start_last(tensors, slots, mesh)
@@ -365,10 +399,10 @@ def _start_lane(slots: list[ParameterUse]) -> Callable[[], None]:
     return finish
 
 
-def _cast_lane(slots: list[ParameterUse]) -> Callable[[], None]:
+def _cast_lane(stored: list[Tensor], slots: list[ParameterUse]) -> Callable[[], None]:
     """Slots that are what is stored, in another dtype."""
-    for slot in slots:
-        slot.target.copy_(slot.parameter.local)
+    for slot, local in zip(slots, stored, strict=True):
+        slot.target.copy_(local)
 
     def finish() -> None:
         for slot in slots:

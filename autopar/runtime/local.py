@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime import comm, randomness, state
+from autopar.runtime import comm, copying, randomness, state
 from autopar.runtime.declare import Block, Parameters, Program
 from autopar.runtime.gathering import FIRST, Gatherer, Unit
 from autopar.runtime.mesh import RankMesh
@@ -45,6 +45,7 @@ class Local:
         self.leaves = [slot.leaf for slot in slots]
         own = [*self.leaves, *(x for buffer in self.buffers.values() for x in (buffer.local, buffer.used))]
         self._own_memory = {x.untyped_storage()._cdata for x in own}
+        copying.note_stored(program, self._own_memory)
         units = _units(program, slots)
         owner = {slot: unit for unit in units for slot in (*unit.kept, *unit.regathered)}
         self.gatherer = Gatherer(units)
@@ -134,10 +135,12 @@ class Local:
     def backward(self, index: int, run: Callable[[], None]) -> None:
         """The backward pass of a microbatch, which is what `run` does; in the last one's, gradients go home."""
         self.gatherer.begin_backward()
+        copying.begin_backward(self.program, index)
         self._make_gradients(index, run)
 
     def backward_of_nothing(self, index: int) -> None:
         """That of a microbatch that no gradient reaches, for which nothing is gathered."""
+        copying.forget(self.program, index)
         self._make_gradients(index, lambda: None)
 
     def backward_of_inputs(self, index: int, run: Callable[[], None]) -> None:

@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.errors import WorldError
+from autopar.runtime.host_link import HostLink
 
 #: seconds that a collective waits for a rank before it gives up, where the program makes the groups itself
 TIMEOUT_S = 300.0
@@ -64,7 +65,8 @@ class RankMesh:
     """All axes, outermost first. `device_mesh` is None for a program of one rank without process groups.
 
     shares: by axis, where ranks get different parts of a batch. Parameters are cut evenly, by `axes`. joint: axes of
-    several that also talk as one, by their names.
+    several that also talk as one, by their names. apart: the axis of copies of the parameters that meet otherwise than
+    by the sum of their gradients (`copies`); empty where there is none.
     """
 
     axes: tuple[Axis, ...]
@@ -74,6 +76,13 @@ class RankMesh:
     progress: Progress = field(default_factory=Progress)
     shares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     joint: Mapping[Names, Axis] = field(default_factory=dict)
+    apart: str = ""
+    link: HostLink | None = None
+
+    @cached_property
+    def host_link(self) -> HostLink:
+        """Between the device and its host; all meshes of a rank share one where the program says its rates."""
+        return self.link or HostLink(self.device)
 
     @cached_property
     def batch_axes(self) -> tuple[Axis, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime import comm, randomness
 from autopar.runtime.arrivals import FORWARD, Turn
+from autopar.runtime.copies import apart_of
 from autopar.runtime.declare import Pipeline, Program
 from autopar.runtime.errors import ProgramError
+from autopar.runtime.host_link import HostLink
 from autopar.runtime.inputs import check_unread, join_outputs, split_named
 from autopar.runtime.local import Local
 from autopar.runtime.mesh import Axis, RankMesh, make_submeshes, own_group, world_of
@@ -52,8 +55,7 @@ class PipelineRank(Rank):
             _step=make_schedule(pipeline.SCHEDULE, stages, pipeline.MICROBATCHES),
         )  # fmt: skip
         own = list(parts.values())
-        made = [PipelineRank(other, device_mesh, device, timeout_s, own) for other in pipeline.OTHERS]
-        self.__dict__["_others"] = made
+        self._take_others([PipelineRank(other, device_mesh, device, timeout_s, own) for other in pipeline.OTHERS])
 
     _pipeline: type[Pipeline]
     _arguments: tuple[Any, ...]
@@ -139,7 +141,11 @@ class PipelineRank(Rank):
 def _meshes(pipeline: type[Pipeline], device: torch.device, timeout_s: float) -> list[RankMesh | None]:
     ranks = [range(stage.FIRST_RANK, stage.FIRST_RANK + num_ranks(stage)) for stage in pipeline.STAGES]
     submeshes = [(own, stage.AXES, stage.JOINED) for own, stage in zip(ranks, pipeline.STAGES, strict=True)]
-    return make_submeshes(submeshes, device, timeout_s)
+    link, found = HostLink(device, pipeline.HOST_LINK), make_submeshes(submeshes, device, timeout_s)
+    return [
+        mesh and replace(mesh, link=link, apart=apart_of(stage))
+        for mesh, stage in zip(found, pipeline.STAGES, strict=True)
+    ]
 
 
 def _world_mesh(count: int, device: torch.device, timeout_s: float) -> RankMesh:

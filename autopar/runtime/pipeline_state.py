@@ -186,7 +186,10 @@ def _sum(parameter: StoredParameter, local: Tensor, tie: TiedTensor) -> None:
     Where they store it unequally, the whole is summed, then each takes its part.
     """
     if tie.is_equal and tie.axis is not None:
-        comm.all_reduce(local, tie.axis)
+        summed = local.to(parameter.mesh.device)
+        comm.all_reduce(summed, tie.axis)
+        if summed is not local:
+            local.copy_(summed)
         return
     mesh = parameter.mesh
     whole = gathered(local, parameter.declared.shape, parameter.types, mesh)

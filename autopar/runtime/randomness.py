@@ -215,7 +215,27 @@ def _reference(input: Tensor, p: float = 0.5, training: bool = True, inplace: bo
 
 def apply_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
     """x / (1 − p) where the mask keeps it, zero elsewhere; rounded as torch's CPU dropout does."""
-    return x * mask.to(x.dtype) if p == 1 else x * mask.to(x.dtype).div_(1 - p)
+    made: Tensor = _Masked.apply(x, mask, p)  # type: ignore[no-untyped-call] # torch's
+    return made
+
+
+class _Masked(torch.autograd.Function):
+    """A product with the scaled mask, which is made again for the gradient: a byte an element is kept, not a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, p: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.p = p
+        return x * _factor(mask, x.dtype, p)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return gradient * _factor(mask, gradient.dtype, ctx.p), None, None
+
+
+def _factor(mask: Tensor, dtype: torch.dtype, p: float) -> Tensor:
+    return mask.to(dtype) if p == 1 else mask.to(dtype).div_(1 - p)
 
 
 def position() -> Position:

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.runtime import agreement, outside, randomness, state
+from autopar.runtime import agreement, copying, outside, randomness, state
 from autopar.runtime.batches import Batches
 from autopar.runtime.compiling import Compile, checked_options, compile_blocks, taken_wrapper, watch_for_wrapper
 from autopar.runtime.constants import forget_constants
+from autopar.runtime.copies import ParameterCopies, floats_of
 from autopar.runtime.declare import Pipeline, Program
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.filling import filled_up
@@ -42,9 +43,14 @@ class Rank(Kept):
         local = Local(program, mesh, others=shared)
         own = state.ProgramState(local.parameters, local.buffers, program.TIED, mesh)
         self._take([local], own, mesh, program.TRAINING, is_main=not shared)
-        self.__dict__["_others"] = [Rank(other(mesh), mesh, [local]) for other in program.OTHERS]
+        self._take_others([Rank(other(mesh), mesh, [local]) for other in program.OTHERS])
 
-    _others: list[Rank]  # the same for inputs of other shapes; they share what is stored
+    def _take_others(self, others: Sequence[Rank]) -> None:
+        self.__dict__["_others"] = others
+        for other in others:
+            other.__dict__["_copies"] = self._copies  # they count their updates together
+
+    _others: Sequence[Rank]  # the same for inputs of other shapes; they share what is stored
     _locals: list[Local]  # the program, or this rank's stages of it
     _state: state.ProgramState
     _mesh: RankMesh
@@ -64,11 +70,16 @@ class Rank(Kept):
             if not buffer.declared.persistent:
                 module._non_persistent_buffers_set.add(last)
         nothing = nn.Parameter(torch.empty(0, device=mesh.device))
-        self.__dict__.update(_contents=Contents(self), _nothing=nothing, _checked_steps=0, _parts_in_files={})
+        algorithm = next((part.program.ALGORITHM for part in parts), None)
+        copies = ParameterCopies(algorithm, state) if algorithm is not None and training else None
+        self.__dict__.update(
+            _contents=Contents(self), _nothing=nothing, _checked_steps=0, _parts_in_files={}, _copies=copies
+        )
         if is_main:
             outside.register(state, nothing)
 
     _contents: Contents
+    _copies: ParameterCopies | None  # of the parameters, where they meet otherwise than by the sum of their gradients
     _nothing: nn.Parameter
     _checked_steps: int
 
@@ -86,6 +97,7 @@ class Rank(Kept):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rank:
         """Another rank of the same program with equal weights and buffers, as averages of weights need it."""
+        self.unite_copies()
         copy = self._built_again()
         with torch.no_grad():
             for name, parameter in self._state.parameters.items():
@@ -117,6 +129,11 @@ class Rank(Kept):
         self._compile(lambda function: torch.compile(function, *args, **options))
 
     def _compile(self, compiler: Compile) -> None:
+        if any(copying.copies_out(part.program) for part in self._locals):
+            raise ProgramError(
+                "expected to compile a program that keeps on the device what it saves, found activations that wait on "
+                'the host; run it as it is, or plan with offload="none"'
+            )
         for part in (part for rank in (self, *self._others) for part in rank._locals):
             compile_blocks(part.program, compiler)
 
@@ -132,6 +149,8 @@ class Rank(Kept):
             return fitting.train_step(*inputs, local=local, **named_inputs)
         with torch.inference_mode(False), torch.enable_grad(), self._own_precision():
             microbatches = self._prepare(inputs, named_inputs, local, trains=True)
+            if self._copies is not None:
+                self._copies.begin_step()
             for parameter in self._state.parameters.values():
                 parameter.begin_step()
             for part, parts in zip(self._locals, microbatches, strict=True):
@@ -141,6 +160,8 @@ class Rank(Kept):
                 part.end_step()
             with torch.no_grad():
                 loss = self._finish(losses)
+            if self._copies is not None:
+                self._copies.meet()
             for parameter in self._state.parameters.values():
                 parameter.publish_gradient()
         return loss
@@ -298,6 +319,7 @@ class Rank(Kept):
         fitting = self._fitting(inputs, named_inputs, local)
         if fitting is not self:
             return fitting(*inputs, local=local, **named_inputs)
+        self.unite_copies()
         with self._own_precision():
             microbatches = self._prepare(inputs, named_inputs, local, trains=False)
             for part, parts in zip(self._locals, microbatches, strict=True):
@@ -370,7 +392,9 @@ class Rank(Kept):
         return Batches(self, loader, local=local, epochs=epochs, short=short)
 
     def forget_constants(self) -> None:
-        """Computes again, at the next step, what the program keeps of its buffers; they may be new since."""
+        """After weights or buffers were set: computes again, at the next step, what the program keeps of buffers."""
+        if self._copies is not None:
+            self._copies.loaded()
         for part in (part for rank in (self, *self._others) for part in rank._locals):
             forget_constants(part.program)
 
@@ -381,8 +405,24 @@ class Rank(Kept):
         """
         return self._state.clip_grad_norm(float(max_norm), float(norm_type))
 
+    def unite_copies(self, optimizer: Any = None) -> None:
+        """Under an algorithm that trains copies of the parameters, such as local SGD: all take their mean, and that of
+        what the optimizer keeps of them. Other programs have nothing to do.
+
+        Whatever reads the weights of the model does so first: calls, `full_state_dict`, `state_dict`, safetensors and
+        checkpoints. All ranks call it together.
+        """
+        if self._copies is not None:
+            self._copies.unite(floats_of(optimizer) if optimizer is not None else ())
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        """See `torch.nn.Module.state_dict`; copies of the parameters that differ take their mean (`unite_copies`)."""
+        self.unite_copies()
+        return super().state_dict(*args, **options)
+
     def full_state_dict(self, *, cpu_offload: bool = False) -> dict[str, Tensor]:
         """Whole parameters and persistent buffers by single-device name, tied names too, on every rank."""
+        self.unite_copies()
         return self._state.full(cpu_offload=cpu_offload)
 
     def load_full_state_dict(self, tensors: Mapping[str, Tensor], *, broadcast: bool = False) -> None:
@@ -452,6 +492,7 @@ class Rank(Kept):
         `rename` say, see there. dtype: of floating-point tensors. Tied ones are written once. A config is not written:
         `config.save_pretrained(folder)` does so. Returns the folder; raises ProgramError on all ranks.
         """
+        self.unite_copies()
         form = Layout(layout, rotary, head_dim, as_function(rename))
         parts = self._parts_in_files if layout is None and rename is None else {}
         parts = saving.in_files(self._state, parts, form)

@@ -85,8 +85,10 @@ class GradientReduction:
         self.slots, self.tensors, self.buffer = bucket.hand_over()
         self.mesh = mesh
         self.owned = False  # whether the tensors are ours to overwrite
-        self.shrinks = any(s.step.source.is_shard for s in bucket.slots[0].steps)
-        self._steps_left = len(bucket.slots[0].steps) - len(bucket.levels)
+        self.on_host = bucket.slots[0].parameter.is_on_host
+        self.shrinks = self.on_host or any(s.step.source.is_shard for s in bucket.slots[0].steps)
+        # the last step is the copy to the host; those of a sum by levels are phases of their own
+        self._steps_left = len(bucket.slots[0].steps) - len(bucket.levels) + self.on_host
         self._phases = [] if self.buffer is None else coalesce.sum_by_levels(self.buffer, bucket.levels)
         self._wait: Callable[[], list[Tensor]] | None = None
         self.advance()
@@ -110,8 +112,8 @@ class GradientReduction:
                 self._wait = self._start_level(self._phases.pop(0))
                 continue
             self._steps_left -= 1
-            steps = [slot.steps[self._steps_left] for slot in self.slots]
-            self._wait = self._start(steps)
+            place = self._steps_left - self.on_host
+            self._wait = self._start_down() if place < 0 else self._start([slot.steps[place] for slot in self.slots])
         if self._wait is None:
             self._deliver()
 
@@ -124,6 +126,18 @@ class GradientReduction:
         if self.buffer is not None and not self.is_to_go_on:
             for slot, tensor in zip(self.slots, self.tensors, strict=True):
                 slot.parameter.wrap_ahead(tensor)
+
+    def _start_down(self) -> Callable[[], list[Tensor]]:
+        """To the host, where gradients are added up."""
+        landed = [slot.parameter.landing() for slot in self.slots]
+        copy = self.mesh.host_link.down(list(zip(landed, self.tensors, strict=True)))
+        self.buffer = None
+
+        def results() -> list[Tensor]:
+            copy.wait()
+            return landed
+
+        return results
 
     def _start(self, steps: list[SizedStep]) -> Callable[[], list[Tensor]] | None:
         step = steps[0].step
@@ -175,8 +189,8 @@ class Reducer:
         self.mesh = mesh
         self.is_last_microbatch = True
         self._converted = [s for s in slots if s.leaf.requires_grad and s.leaf is not s.parameter.tensor]
-        self._local = [slot for slot in self._converted if not slot.steps]
-        self.buckets = make_buckets([slot for slot in self._converted if slot.steps], unit_of)
+        self._local = [slot for slot in self._converted if not (slot.steps or slot.parameter.is_on_host)]
+        self.buckets = make_buckets([slot for slot in self._converted if slot not in self._local], unit_of)
         self._in_flight: list[GradientReduction] = []
         for bucket in self.buckets:
             for slot in bucket.slots:
@@ -257,12 +271,21 @@ def _way_home(slot: ParameterUse, unit_of: Callable[[ParameterUse], object]) -> 
     declared = slot.parameter.declared
     steps = tuple((s.step.axis, str(s.step.source), str(s.step.target)) for s in slot.steps)
     unit = id(unit_of(slot)) if declared.regather else None
-    each = declared.regather or declared.reduce_each_microbatch
-    return steps, slot.dtype, declared.dtype, each, unit, bool(slot.levels)
+    return (
+        steps,
+        declared.on_host,
+        slot.dtype,
+        declared.dtype,
+        declared.regather or declared.reduce_each_microbatch,
+        unit,
+        bool(slot.levels),
+    )
 
 
 def is_summed_first(slot: ParameterUse) -> bool:
     """Whether the gradient's first step home is a sum over an axis that leaves its shape."""
+    if not slot.steps:
+        return False
     step = slot.steps[-1].step
     return (step.source.kind, step.target.kind) == ("I", "R")
 

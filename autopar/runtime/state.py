@@ -99,6 +99,8 @@ class ProgramState:
     ) -> None:
         self.parameters, self.buffers = dict(parameters), dict(buffers)
         self.tied, self.mesh = dict(tied), mesh
+        self.num_updates = 0  # by optimizers that have parameters of the program
+        self.has_copies = False  # whether ranks update copies of the parameters by gradients of their own
 
     def full(self, *, cpu_offload: bool) -> dict[str, Tensor]:
         """Whole tensors of parameters and persistent buffers, on every rank."""
@@ -207,12 +209,20 @@ class ProgramState:
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float, norm_type: float) -> Tensor:
-        """Scales all gradients so that their global norm is at most `max_norm`; returns the norm before."""
+        """Scales all gradients so that their global norm is at most `max_norm`; returns the norm before.
+
+        Of copies of the parameters, each by its own."""
+        if self.has_copies and self.group is not None:
+            raise ProgramError(
+                "expected copies of the parameters of one stage to clip the gradients of each by its own norm, found "
+                "several stages; take one stage a copy, or adasum, whose gradients are equal"
+            )
         grads = [stored.tensor.grad for stored in self.parameters.values() if stored.tensor.grad is not None]
         total = power(self._total_power(norm_type), 1 / norm_type).float()
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for grad in grads:
-            local_part(grad).mul_(scale.to(grad.dtype))
+            own = local_part(grad)
+            own.mul_(scale.to(own.device, own.dtype))
         return total
 
     def _total_power(self, norm_type: float) -> Tensor:
@@ -264,11 +274,21 @@ def _cut(whole: Tensor, stored: StoredParameter | StoredBuffer) -> None:
     stored.local.copy_(whole[local_slices(stored.declared.shape, stored.types, stored.mesh.axes)])
 
 
+def on_device(tensor: DTensor) -> DTensor:
+    """The DTensor, with its part on the mesh's devices if it is on the host."""
+    local, mesh = tensor.to_local(), tensor.device_mesh
+    if local.device.type == mesh.device_type:
+        return tensor
+    return DTensor.from_local(
+        local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
 @torch.no_grad()
 def whole_tensor(tensor: Tensor) -> Tensor:
     """The whole of a DTensor, on every rank of its mesh; a copy of any other tensor."""
     if isinstance(tensor, DTensor):
-        return tensor.full_tensor().detach().clone()
+        return on_device(tensor).full_tensor().detach().clone()
     return tensor.detach().clone()
 
 
@@ -287,7 +307,7 @@ def total_power(parameters: Iterable[StoredParameter], mesh: RankMesh, norm_type
     combine, operation = combination(norm_type)
     parts = [torch.zeros((), dtype=torch.float64, device=mesh.device)]
     for axes, grads in sorted(groups.items()):
-        norms = [torch.linalg.vector_norm(grad, norm_type) for grad in grads if grad.numel()]
+        norms = [torch.linalg.vector_norm(grad, norm_type).to(mesh.device) for grad in grads if grad.numel()]
         powers = power(torch.stack(norms).double(), norm_type) if norms else parts[0].view(1)
         part = combine(powers).clone()
         for axis in axes:

@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from autopar.runtime.declare import Parameter, Parameters
 from autopar.runtime.errors import ProgramError
+from autopar.runtime.host_link import host_tensor
 from autopar.runtime.mesh import Axis, RankMesh
 from autopar.runtime.placement import (
     AxisType,
@@ -57,7 +60,11 @@ class StoredParameter:
         self.name, self.declared, self.mesh, self.is_tied = name, declared, mesh, is_tied
         self.types = parse_placement(declared.stored, len(mesh.axes))
         shape = local_shape(declared.shape, self.types, mesh.axes)
-        self.local = unset_tensor(shape, declared.dtype, mesh.device)
+        self.is_on_host = declared.on_host
+        if self.is_on_host:
+            self.local = fill_unset(host_tensor(shape, declared.dtype, mesh.device))
+        else:
+            self.local = unset_tensor(shape, declared.dtype, mesh.device)
         self.tensor = nn.Parameter(wrap(self.local, declared.shape, self.types, mesh), declared.requires_grad)
         if mesh.device_mesh is None:
             self.local = self.tensor.data
@@ -111,6 +118,10 @@ class StoredParameter:
     def add_gradient(self, local: Tensor) -> None:
         """Adds this rank's part of a gradient, in the stored placement."""
         self.gradient = local if self.gradient is None else self.gradient.add_(local)
+
+    def landing(self) -> Tensor:
+        """Memory on the host for this rank's part of a gradient that is sent there; `add_gradient` takes it."""
+        return host_tensor(self.local.shape, self.declared.dtype, self.mesh.device)
 
     def _add_to(self, held: Tensor, gradient: Tensor) -> None:
         if held.shape != gradient.shape:
@@ -167,7 +178,7 @@ class ParameterUse:
         self.shape = local_shape(declared.shape, self.types, axes)
         self.dtype = declared.compute or declared.dtype
         self.is_cast = self.dtype != declared.dtype
-        self.is_alias = not self.moves and not self.is_cast
+        self.is_alias = not self.moves and not self.is_cast and not parameter.is_on_host
         self.leaf = self._make_leaf()
         self.target = self.leaf.data  # same memory, another version counter: writing it is unseen by autograd
         self.is_live = True
@@ -238,13 +249,17 @@ def slot_names(name: str, num_uses: int) -> list[str]:
 def sized_steps(
     shape: Sequence[int], stored: Sequence[AxisType], way: Sequence[TypeChange], mesh: RankMesh
 ) -> list[SizedStep]:
-    """The steps that start at a placement, on axes that really split, with the lengths of their dims."""
+    """The steps that start at a placement, on axes that really split, with the lengths of their dims.
+
+    Copies that are apart use what they have: their gradients are theirs."""
     now, steps = list(stored), []
     for step in way:
         before = _length(shape, now, step.axis, step.source, mesh)
         now[step.axis] = step.target
         after = _length(shape, now, step.axis, step.target, mesh)
-        if mesh.axes[step.axis].size > 1:
+        axis = mesh.axes[step.axis]
+        is_apart = axis.name == mesh.apart and (step.source.kind, step.target.kind) == ("I", "R")
+        if axis.size > 1 and not is_apart:
             steps.append(SizedStep(step, (before, after)))
     return steps
 
@@ -252,7 +267,7 @@ def sized_steps(
 def gathered(local: Tensor, shape: Sequence[int], types: Sequence[AxisType], mesh: RankMesh) -> Tensor:
     """The whole of what each rank has a part of, as a tensor of its own; gathered from the inner axis out."""
     cut = [TypeChange(axis, kind, AxisType("R")) for axis, kind in enumerate(types) if kind.is_shard]
-    whole = local.detach()
+    whole = local.detach().to(mesh.device)
     steps = sized_steps(shape, types, cut[::-1], mesh)
     for item in steps:
         step = item.step
@@ -270,8 +285,12 @@ def _length(shape: Sequence[int], types: Sequence[AxisType], axis: int, kind: Ax
 
 def unset_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of NaN (zeros for integers): weights that were never loaded show up in the first loss."""
-    fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full(tuple(shape), fill, dtype=dtype, device=device)
+    return fill_unset(torch.empty(tuple(shape), dtype=dtype, device=device))
+
+
+def fill_unset(tensor: Tensor) -> Tensor:
+    """The tensor, filled as `unset_tensor` is."""
+    return tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0)
 
 
 def wrap(local: Tensor, shape: Sequence[int], types: Sequence[AxisType], mesh: RankMesh) -> Tensor:
@@ -279,6 +298,8 @@ def wrap(local: Tensor, shape: Sequence[int], types: Sequence[AxisType], mesh: R
     if mesh.device_mesh is None:
         return local
     size = torch.Size(shape)
+    if local.device.type != mesh.device.type:
+        return _on_host(local, size, types, mesh.device_mesh)
     return DTensor.from_local(
         local,
         mesh.device_mesh,
@@ -287,6 +308,13 @@ def wrap(local: Tensor, shape: Sequence[int], types: Sequence[AxisType], mesh: R
         shape=size,
         stride=_contiguous_stride(size),
     )
+
+
+def _on_host(local: Tensor, shape: torch.Size, types: Sequence[AxisType], device_mesh: DeviceMesh) -> Tensor:
+    """A DTensor whose part stays on the host, as FSDP2's CPUOffloadPolicy has it; `from_local` would move it."""
+    meta = TensorMeta(shape, _contiguous_stride(shape), local.dtype)
+    spec = DTensorSpec(device_mesh, _torch_placements(tuple(types)), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call] # torch's
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
+from autopar.ir.labels import use_text
 from autopar.ir.placement import Placement, parse_placement
 from autopar.ir.plan import Plan
 from autopar.show.tables import breakdown_rows, tile_text
@@ -80,7 +81,7 @@ def _placements(plan: Plan) -> str:
     rows = (
         (
             f"<code>{escape(row.name)}</code>" + (f" ×{row.times}" if row.times > 1 else ""),
-            _tiles(row.storage.placement) + (" gathered per use" if row.storage.regather else ""),
+            _tiles(row.storage.placement) + use_text(row.storage),
             " | ".join(_used(text) for text in row.used),
         )
         for row in found[:MOST_ROWS]

@@ -39,6 +39,7 @@ def explain_text(plan: Plan, pattern: str) -> str:
     conversions = [line for stage in stages for line in _redistributions(plan, stage, pattern)]
     modules = modules_again(plan.recompute)
     again = [path for path in modules if _matches(path, pattern) or f"{pattern}.".startswith(f"{path}.")]
+    copied = [path for path in plan.copied_out if _matches(path, pattern) or f"{pattern}.".startswith(f"{path}.")]
     operators = [name for name in plan.scopes if name in operators_again(plan.recompute)]
     by_itself = [name for name in operators if _matches(name, pattern) or _matches(plan.scope(name)[0], pattern)]
     rewritten = list(_substitutions(plan, pattern))
@@ -46,9 +47,9 @@ def explain_text(plan: Plan, pattern: str) -> str:
         return printable(_no_match(plan, pattern))
     found += [item for stage in stages for item in _forks(plan, stage, pattern)]
     told = [line.strip() for line in share_lines(plan)]
-    shown = (SCREEN_LINES - 2 - bool(again) - bool(by_itself) - len(told) - len(conversions) - len(rewritten)) // max(
-        1, len(found)
-    ) - 1
+    shown = (
+        SCREEN_LINES - 2 - bool(again) - bool(by_itself) - bool(copied) - len(told) - len(conversions) - len(rewritten)
+    ) // max(1, len(found)) - 1
     others = runners_up(plan)
     lines = [f"Of whole plans, the next best were {'; '.join(others)}."] if others else []
     lines += [f"Of equal graphs, by a step: {graphs}."] if (graphs := graphs_text(plan)) else []
@@ -57,6 +58,8 @@ def explain_text(plan: Plan, pattern: str) -> str:
         lines.append(f"Computed again in the backward pass, but for what enters it: {_some(again)}")
     if by_itself:
         lines.append(f"Computed again in the backward pass, by themselves: {_some(by_itself, 'operators')}")
+    if copied:
+        lines.append(f"What is saved for the backward pass waits on the host: {_some(copied)}")
     lines += rewritten
     for line, choice in found:
         lines += _with_alternatives(plan, line, choice, min(shown, MAX_SHOWN))

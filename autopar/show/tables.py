@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autopar.ir.labels import use_text
 from autopar.ir.naming import printable
 from autopar.ir.placement import Placement, Type
 from autopar.ir.plan import Breakdown, Plan
@@ -70,7 +71,7 @@ def _parameters(plan: Plan) -> Table:
     axes = next(stage.axes for stage in plan.stages if stage.axes)
     table = _table(f"parameters over {axes_text(axes)}", "parameter", "", "stored", "used")
     for row in screen_rows(plan):
-        gathered = " gathered per use" if row.storage.regather else ""
+        gathered = use_text(row.storage)
         count = f"×{row.times}" if row.times > 1 else ""
         table.add_row(Text(row.name), count, tiles(row.storage.placement) + gathered, Text(" | ".join(row.used)))
     return table

@@ -8,10 +8,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from autopar.ir.algorithm import ADASUM
 from autopar.ir.exchange_table import ExchangeTable
 from autopar.ir.labels import storage_text
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.naming import printable
+from autopar.ir.offload import stored_on_host
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import COMPILED, Breakdown, Fork, GraphPlan, Plan, Prediction, Stage, Storage, rule_counts
 from autopar.ir.recompute import is_operator_call, modules_again, node_of_call
@@ -47,10 +49,14 @@ def plan_text(plan: Plan) -> str:
         "coverage": f"{len(plan.coverage)} operators, {covered}",
         "checked against eager:": str(plan.checked_against_eager),
         "costs": sources_text(plan.sources),
+        "algorithm": "" if plan.algorithm is None else algorithm_text(plan),
+        "allowed": ", ".join(plan.allow),
         "routing": "" if plan.routing is None else str(plan.routing),
         "rewritten": substitutions_text(plan) if plan.substitutions else "",
         "exchange": exchanges_text(plan),
         "recompute": recompute_text(plan) if plan.recompute else "",
+        "copied out": copied_out_text(plan) if plan.copied_out else "",
+        "offload": offload_text(plan),
         "hsdp": hsdp_text(plan),
         "gradients": gradients_text(plan),
     }
@@ -63,6 +69,19 @@ def plan_text(plan: Plan) -> str:
     lines += stages
     placements = ["", *_inputs(plan), *_parameters(plan)] if any(stage.axes for stage in plan.stages) else []
     return printable("\n".join([*lines, *placements]))
+
+
+def algorithm_text(plan: Plan) -> str:
+    """How copies of the parameters meet, and that this is not what one device computes."""
+    assert plan.algorithm is not None, "asked for of plans under an algorithm"
+    algorithm = plan.algorithm
+    size = next(axis.size for axis in plan.stages[0].axes if axis.name == algorithm.axis)
+    if algorithm.name == ADASUM:
+        how = "gradients of copies are combined by how far they agree"
+    else:
+        first = f"after {algorithm.after} updates of summed gradients, " if algorithm.after else ""
+        how = f"{first}copies take their mean after every {algorithm.period} updates"
+    return f"{algorithm}: {size} copies ({algorithm.axis}); {how}; not what one device computes"
 
 
 def refinement_text(plan: Plan) -> str:
@@ -199,19 +218,48 @@ def _setting_text(row: Tried) -> str:
     return ", ".join(parts)
 
 
+def offload_text(plan: Plan) -> str:
+    """ "21 of 21 stored tensors with gradients and optimizer state, 1.17 MB on each host at most, over a simulated link
+    of 1 GB/s down and 1 GB/s up": what is kept on the host, "" where nothing is."""
+    names = {name for stage in plan.stages for name in stored_on_host(stage)}
+    if not names:
+        return ""
+    size = f", {bytes_text(plan.predicted.host_bytes)} on each host at most" if plan.predicted.host_bytes else ""
+    link = plan.host_link
+    rates = [f"{rate / 1e9:.3g} GB/s" for rate in link[:2]] if link else []
+    over = f", over a simulated link of {rates[0]} down and {rates[1]} up" if rates else ""
+    return f"{len(names)} of {len(plan.parameters)} stored tensors with gradients and optimizer state{size}{over}"
+
+
 def recompute_text(plan: Plan) -> str:
     """ "layers.*  ×2 of 4": what is computed again, of how many modules of a like name; "layers.* (gelu, layer_norm ×2)
     ×3 of 4": operators by themselves, of so many blocks; "none"."""
-    again = Counter(_folded(path) for path in modules_again(plan.recompute))
-    called = {tuple(_module(plan, name).split(".")) for name in plan.scopes}
-    modules = {".".join(parts[:n]) for parts in called for n in range(1, len(parts) + 1)}
-    alike = Counter(map(_folded, modules))
-    counts = {path: f"{count} of {alike[path]}" if count < alike[path] else str(count) for path, count in again.items()}
-    texts = [f"{path}  ×{count}" for path, count in counts.items()]
+    alike = _alike(plan)
+    texts = _counted_modules(modules_again(plan.recompute), alike)
     for (path, operators), count in _operators_again(plan).items():
         times = f"{count} of {alike[path]}" if count < alike[path] else str(count)
         texts.append(f"{path} ({operators})  ×{times}")
     return ", ".join(texts) or "none"
+
+
+def _alike(plan: Plan) -> Counter[str]:
+    """How many modules there are of each like name."""
+    called = {tuple(_module(plan, name).split(".")) for name in plan.scopes}
+    return Counter(map(_folded, {".".join(parts[:n]) for parts in called for n in range(1, len(parts) + 1)}))
+
+
+def _counted_modules(paths: Iterable[str], alike: Mapping[str, int]) -> list[str]:
+    found = Counter(map(_folded, paths))
+    counts = {path: f"{count} of {alike[path]}" if count < alike[path] else str(count) for path, count in found.items()}
+    return [f"{path}  ×{count}" for path, count in counts.items()]
+
+
+def copied_out_text(plan: Plan) -> str:
+    """ "layers.*  ×3 of 4, 12.3 MB on the host": modules of which what is saved waits there, and the most that a rank
+    has there; "none"."""
+    held = plan.predicted.host_bytes
+    on_host = f", {bytes_text(held)} on the host" if held else ""
+    return ", ".join(_counted_modules(plan.copied_out, _alike(plan))) + on_host if plan.copied_out else "none"
 
 
 def _operators_again(plan: Plan) -> Counter[tuple[str, str]]:
@@ -430,8 +478,12 @@ def diff_text(plan: Plan, other: Plan) -> str:
             lines.append(f"{name}: {getattr(plan, name)} | {getattr(other, name)}")
     if _axes(plan) != _axes(other):
         lines.append(f"axes: {_axes(plan)} | {_axes(other)}")
+    if offload_text(plan) != offload_text(other):
+        lines.append(f"offload: {offload_text(plan) or 'none'} | {offload_text(other) or 'none'}")
     if plan.recompute != other.recompute:
         lines.append(f"recompute: {recompute_text(plan)} | {recompute_text(other)}")
+    if plan.copied_out != other.copied_out:
+        lines.append(f"copied out: {copied_out_text(plan)} | {copied_out_text(other)}")
     if _fork_texts(plan) != _fork_texts(other):
         lines.append(f"branches: {_fork_texts(plan)} | {_fork_texts(other)}")
     for name, number in (("step_time_ns", time_text), ("peak_bytes", bytes_text)):

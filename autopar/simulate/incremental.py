@@ -24,6 +24,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.stages import stage_graph
+from autopar.ops.copies import without_sums
 from autopar.simulate.orders import Unsupported
 from autopar.simulate.parted import PartedStage, PartlySplitStage
 from autopar.simulate.player import AS_EMITTED, Beyond, Overlap, Sums
@@ -105,10 +106,10 @@ class Incremental:
         """In parts, if it can be cut."""
         sent = sent_values(self.graph, plan, index)
         graph = self._stage_graph(plan, index, sent)
-        if self._in_parts:
+        if self._in_parts and not plan.copied_out:  # what is copied out in one part comes back in another
             with suppress(Unsupported):
                 return self._parted(plan, index, graph, profile, True, sent)
-            self.num_whole += 1
+        self.num_whole += self._in_parts and not plan.copied_out
         return self._parted(plan, index, graph, profile, False, sent)
 
     def _parted(
@@ -130,7 +131,7 @@ class Incremental:
         part, per_node, is_stage = plan.parts[index], devices_per_node(plan, index), len(plan.stages) > 1
         may_split = is_split or (self._may_split and is_stage)
         prices = part.axes, part.blocks, part.optimizer, per_node, profile
-        alike = prices, part.microbatches, part.recompute, part.mode, is_stage, may_split, plan.runs
+        alike = prices, part.microbatches, part.recompute, part.copied_out, part.mode, is_stage, may_split, plan.runs
         key = id(graph), is_cut, is_split, in_one, alike
         found = self._variants.get(key)
         if found is None or found.is_full:
@@ -173,14 +174,15 @@ def simulate(
     its first, which has the longest slices; where ranks are unlike, one of each kind (`unlike`).
     profile: of the devices; by the name that the mesh has for them where they are of several kinds
     (`profiler.profiles_of`). overlap: what is sent beside computation, by default as in emitted programs.
+    Of a plan whose copies of the parameters meet by an algorithm, a step in which they do not.
     Raises PlanError for a plan that lacks a redistribution.
     """
-    return Incremental(graph, profile, overlap).timeline(plan)
+    return Incremental(graph, profile, overlap).timeline(without_sums(plan))
 
 
 def simulate_whole(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile]) -> Timeline:
     """As `simulate`, each stage in one part: what the joined ones must agree with."""
-    return Incremental(graph, profile, in_parts=False).timeline(plan)
+    return Incremental(graph, profile, in_parts=False).timeline(without_sums(plan))
 
 
 def ranks_differ(plan: Plan) -> bool:

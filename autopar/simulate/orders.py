@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 from autopar.cost import Profile
 from autopar.cost.compute import copy_time_ns, pointwise_time_ns
 from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
+from autopar.runtime.copying import LEAST_COPIED_BYTES
+from autopar.simulate.copies import MOST_PIECES, CopiedCall, CopiedMemory, copied_calls, copied_memory, next_call
 from autopar.simulate.program import Bucket, Item, LocalProgram, Slot, Transmission
 
 
@@ -179,7 +181,8 @@ class Lifetimes:
     backward, gradients: by direction, the whole pass and its two parts. received: bytes of the gradients that come from
     other stages, which are kept until the pass has ended; left_bytes: of a part, given back in an earlier one, with the
     next item that runs in the second part of the backward pass; dropped_bytes: what is given back when the first part
-    of the backward pass has ended, since the second asks for nothing that is behind it.
+    of the backward pass has ended, since the second asks for nothing that is behind it; copied: calls of which memory
+    waits on the host.
     """
 
     forward: Changes = field(default_factory=Changes)
@@ -189,6 +192,7 @@ class Lifetimes:
     received: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     left_bytes: int = 0
     dropped_bytes: int = 0
+    copied: dict[int, CopiedCall] = field(default_factory=dict)
 
 
 Buffers = dict[int, list[Any]]
@@ -218,15 +222,21 @@ def find_lifetimes(
         lifetimes.left_bytes = left_bytes
     readers, savers = _uses(program, trains)
     entries = _entries(program)
+    lifetimes.copied = copied_calls(program) if trains else {}
     ends = {item.region: number for number, item in enumerate(program.items)}
     frames = Frames(program)
     for storage, memory in enumerate(program.memory):
         if memory.owner >= 0 and memory.num_bytes:
             uses = readers[storage], savers[storage], frames.end(memory.owner, readers[storage])
-            _place(lifetimes, program, entries, memory.owner, memory.num_bytes, *uses, is_asked)
+            way = _copied_way(program, storage, uses[0], uses[1], entries) if lifetimes.copied else None
+            _place(lifetimes, program, entries, memory.owner, memory.num_bytes, *uses, is_asked, way)
     for number, item in enumerate(program.items):
         if trains and item.runs_backward and item.extra_bytes:
-            _place(lifetimes, program, entries, number, item.extra_bytes, [number], [number], number, is_asked)
+            stays = item.extra_bytes
+            if item.copied_call >= 0 and lifetimes.copied:
+                stays -= _copy_extras(lifetimes, item, number)
+            if stays:
+                _place(lifetimes, program, entries, number, stays, [number], [number], number, is_asked)
         if trains and item.runs_backward and item.number_bytes:
             _place_number(lifetimes, program, number, item.number_bytes, ends, is_asked)
     if trains and program.splits:  # each gradient is made in one of the two
@@ -304,13 +314,61 @@ def _uses(program: LocalProgram, trains: bool) -> tuple[dict[int, list[int]], di
     return readers, savers
 
 
+def _copied_way(
+    program: LocalProgram, storage: int, readers: list[int], savers: list[int], entries: dict[int, int]
+) -> CopiedMemory | None:
+    """What becomes of a piece of memory where calls are copied out. What enters a region that runs again is kept by
+    that."""
+    own = program.items[program.memory[storage].owner].region
+    entered = [n for n in readers if program.items[n].region in entries and program.items[n].region != own]
+    return copied_memory(program, storage, savers, entered)
+
+
+def _copy_extras(lifetimes: Lifetimes, item: Item, number: int) -> int:
+    """Bytes of an item's extras that leave the device for a while. Smaller ones travel as well, as far as is known, but
+    are not counted on to leave."""
+    call, left = lifetimes.copied[item.copied_call], 0
+    for size in item.extras:
+        if size < LEAST_COPIED_BYTES:
+            continue
+        call.out.append(size)
+        call.back.append(size)
+        call.reached = max(call.reached, number)
+        if size >= MOST_PIECES * LEAST_COPIED_BYTES:
+            left += size
+    if left:
+        lifetimes.forward.taken[number] += left
+        call.freed_bytes += left
+        call.taken_bytes += left
+        lifetimes.backward[BACKWARD].given[number] += left
+    return left
+
+
+def _copy(
+    lifetimes: Lifetimes, way: CopiedMemory, size: int, savers: list[int], held: int, items: Sequence[Item]
+) -> None:
+    """A piece of memory that waits on the host. held: the last item after which something forward holds it."""
+    calls = lifetimes.copied
+    after = next_call(calls, way.out)
+    calls[way.out].out.append(size)
+    if after is None or held <= after.last:
+        calls[way.out].freed_bytes += size
+    else:
+        lifetimes.forward.given[held] += size
+    call = calls[way.back]
+    call.back.append(size)
+    call.taken_bytes += size
+    call.reached = max(call.reached, *(n for n in savers if items[n].copied_call == way.back))
+    lifetimes.backward[BACKWARD].given[min(savers)] += size
+
+
 def _place(
     lifetimes: Lifetimes, program: LocalProgram, entries: dict[int, int], owner: int, size: int, readers: list[int],
-    savers: list[int], returned: int, is_asked: bool,
+    savers: list[int], returned: int, is_asked: bool, way: CopiedMemory | None = None,
 ) -> None:  # fmt: skip
     """One piece of memory: kept from the forward pass, or made again in its region, or both.
 
-    returned: the item after which no function holds it.
+    returned: the item after which no function holds it; way: to the host and back.
     """
     items = program.items
     region = items[owner].region
@@ -322,10 +380,14 @@ def _place(
     if region in program.by_itself:
         inside, kept = inside + kept, []
     lifetimes.forward.taken[owner] += size
-    if kept:
+    if way is not None and way.back >= 0:
+        _copy(lifetimes, way, size, savers, max(*readers, returned), items)
+    elif kept:
         _give_back(lifetimes, program, size, kept, is_asked)
     else:
         lifetimes.forward.given[max(*readers, returned)] += size
+    if way is not None and way.back < 0:  # it travels in vain
+        lifetimes.copied[way.out].out.append(size)
     if region < 0:
         return
     lifetimes.recompute.taken[owner] += size

@@ -19,7 +19,7 @@ from autopar.runtime.packing import LONE_BYTES, pack_gradients
 from autopar.simulate.engine import COMPUTE, LAST, Carried, Engine, Flight
 from autopar.simulate.orders import Direction, Orders, Unsupported, first_operand
 from autopar.simulate.parts import NUM_BEFORE, Part
-from autopar.simulate.player import ROOT, Meet, Overlap, PassKind, Played, Player, Travelling, finished, meets
+from autopar.simulate.player import ROOT, Journey, Meet, Overlap, PassKind, Played, Player, Travelling, finished, meets
 from autopar.simulate.program import Bucket, LocalProgram, Slot, Transmission, is_summed_first, way_of_slot
 from autopar.simulate.sharing import Share
 from autopar.tunables import PLAY_ITEM_S
@@ -315,7 +315,13 @@ class PartPlayer(Player):
         if self.has_root:
             self._undone[ROOT] = entry.root
         self._awaited = [engine.carry(end, cause) for end, cause in entry.awaited]
-        self._travelling = [(engine.carry(one.end_ns, one.kind), one) for one in entry.journeys]
+        self._travelling = [
+            Journey(
+                engine.carry(one.end_ns, one.kind), one,
+                -1 if one.cut_ns is None else engine.carry(one.cut_ns, one.kind),
+            )
+            for one in entry.journeys
+        ]  # fmt: skip
         for value, ends in entry.gradients:
             self._gradients[value] = [engine.carry(end, cause) for end, cause in ends]
         self._held = {self.part.lowered.keeps[place] for place in entry.held}

@@ -99,6 +99,11 @@ class PartedStage:
         return self.joined.parts
 
     @property
+    def waiting_bytes(self) -> int:
+        """What waits on the host between the two passes of a microbatch."""
+        return sum(call.host_bytes for part in self.joined.parts for call in part.lifetimes.copied.values())
+
+    @property
     def receives(self) -> Collection[str]:
         """Tensors of earlier stages."""
         return self.variants.graph.received
@@ -121,6 +126,11 @@ class PartedStage:
     def residents(self) -> list[tuple[int, str]]:
         """Bytes that are held through the step, and of what kind."""
         return self.variants.residents(self.plan, self.joined.parts)
+
+    @property
+    def host_bytes(self) -> int:
+        """What is kept on the host."""
+        return self.variants.host_bytes(self.plan)
 
     def has_work(self, name: str) -> bool:
         """Whether anything runs in a pass of that name."""
@@ -520,7 +530,7 @@ class _PartedPass:
             if names:
                 self.held.update([name for place, name in names if place in left.held])
             self.whole[number] = left.whole
-            self.journeys = tuple([one._replace(end_ns=begin + one.end_ns) for one in left.journeys])
+            self.journeys = tuple([one.moved(begin) for one in left.journeys])
             self._note(number, player, left, begin)
             if gradients or left.gradients:
                 gradients = _gradients_before(gradients, player, left, begin)
@@ -564,10 +574,13 @@ class _PartedPass:
 
     def _under_way(self, begin: int) -> tuple[Travelling, ...]:
         last = self.last - begin
-        return tuple([
-            one._replace(end_ns=one.end_ns - begin) if one.end_ns - begin > last else one._replace(end_ns=last, kind="")
-            for one in self.journeys
-        ])  # fmt: skip
+        found = []
+        for one in (one.moved(-begin) for one in self.journeys):
+            cut = None if one.cut_ns is None else max(last, one.cut_ns)
+            found.append(
+                one._replace(cut_ns=cut) if one.end_ns > last else one._replace(end_ns=last, kind="", cut_ns=cut)
+            )
+        return tuple(found)
 
     def _others(self, player: PartPlayer, begin: int) -> tuple[int, ...]:
         """By share that the part completes, when the last gradient of other parts was there."""

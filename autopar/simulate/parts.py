@@ -233,7 +233,7 @@ class PartLowering(Lowering):
         self._fuse()
         self.program = program = LocalProgram()
         self.known, self.placements, self.units, self.places = {}, {}, {}, {}
-        self.constants, self.calls = {}, []
+        self.constants, self.calls, self.copied_calls = {}, [], []
         self._unit("")
         self._enter_values(segment, before)
         program.items += [
@@ -246,6 +246,7 @@ class PartLowering(Lowering):
             self._node(node)
         for value in sent:
             self._send(*value)
+        self._mark_copied()
         leaving, storages, after = self._leave(segment, before)
         loss = self.graph.loss
         made = loss is not None and loss in segment.made

@@ -20,12 +20,16 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
+from autopar.cost.compute import copy_time_ns
+from autopar.cost.profile import host_of
 from autopar.ir.schedule import BACKWARD_INPUT, FORWARD
 from autopar.runtime.packing import BUCKET_SIZES, MAX_IN_FLIGHT, BucketSizes
+from autopar.simulate.copies import CopiedCall
 from autopar.simulate.engine import (
     COMPUTE,
     LAST,
@@ -39,6 +43,7 @@ from autopar.simulate.engine import (
     Sent,
     Task,
 )
+from autopar.simulate.host_copies import DOWN, UP
 from autopar.simulate.orders import BackwardStep, Changes, Direction, Lifetimes, Orders
 from autopar.simulate.program import Bucket, Item, LocalProgram, Slot, Transmission
 from autopar.simulate.sharing import Share
@@ -167,6 +172,8 @@ class Travelling(NamedTuple):
     new_bytes: int
     whole_bytes: int
     has_buffer: bool
+    is_downward: bool = False  # to the host, which no other bucket waits for
+    cut_ns: int | None = None  # of those that are cut on their way to the host, when they are, if not given back yet
     stays: bool = False
 
     @property
@@ -176,7 +183,21 @@ class Travelling(NamedTuple):
 
     def after(self, ns: int) -> Travelling:
         """The same, so much later."""
-        return self._replace(end_ns=max(0, self.end_ns - ns), kind="gradient")
+        cut = None if self.cut_ns is None else max(0, self.cut_ns - ns)
+        return self._replace(end_ns=max(0, self.end_ns - ns), kind="gradient", cut_ns=cut)
+
+    def moved(self, ns: int) -> Travelling:
+        """The same, where times count from so much earlier."""
+        return self._replace(end_ns=self.end_ns + ns, cut_ns=None if self.cut_ns is None else self.cut_ns + ns)
+
+
+class Journey(NamedTuple):
+    """A bucket's gradients on their way, with the task that brings them home, and the one after which those that go on
+    to the host are cut, −1 for none."""
+
+    task: int
+    one: Travelling
+    cut: int
 
 
 class Standing(NamedTuple):
@@ -364,6 +385,7 @@ class Player:
         self._sums_itself = profile.device_type == "cpu"
         self._collective_ns = profile.host.collective_ns if profile.host else 0
         self._slowdowns, self._queues = profile.slowdowns, queues_of(profile, overlap)
+        self._profile, self._copy_ns = profile, cache(lambda num_bytes: copy_time_ns(num_bytes, profile))
         self._number = {slot.value: number for number, slot in enumerate(program.slots)}
 
     def start(self, kind: PassKind, engine: Engine, meet: Meet | None) -> None:
@@ -377,7 +399,7 @@ class Player:
         self._live, self._pinned = set[int](), set[int]()
         self._arriving: dict[int, list[tuple[int, int]]] = defaultdict(list)  # unit or `first_read` -> (task, bytes)
         self._held, self._whole, self._buffered = set[str](), set[int](), set[int]()
-        self._travelling: list[tuple[int, Travelling]] = []
+        self._travelling: list[Journey] = []
         self._transient: set[int] = set()  # slots whose gradient is added to what is at home
         self._undone = {
             unit: sum(len(bucket.slots) for bucket in buckets) for unit, buckets in self.orders.gathers.items()
@@ -386,6 +408,8 @@ class Player:
         self._home: list[int] = []
         self._gradients: dict[int, list[int]] = defaultdict(list)  # value -> the tasks that contribute to it
         self._arrivals: Sequence[tuple[int, int]] = ()  # of shards of other parts in each share: new bytes, added ones
+        self._arrives: tuple[int, CopiedCall] | None = None  # what is on its way to the host, and its task
+        self._fetched: dict[int, int] = {}  # calls whose memory comes back -> the task
         self._launched: set[int] = set()  # units whose regathered parameters this pass has asked for
 
     def gather(self, carried: Carried, meet: Meet | None) -> Gathered:
@@ -406,6 +430,7 @@ class Player:
     def _run_forward(self, numbers: range) -> int:
         """Runs items in order; returns the last one's last task."""
         visits, entered, last = self.orders.visits, set[int](), LAST
+        leaving = {call.last: call for call in self.lifetimes.copied.values() if call.out}
         for number in numbers:
             item = self.program.items[number]
             units = self.orders.around[item.unit]
@@ -413,12 +438,18 @@ class Player:
                 entered.add(unit)
                 self._enter(unit, visits[visits.index(unit) + 1 :][:1])
             last = self._run(number, item, "forward", self.lifetimes.forward)
+            if number in leaving:
+                self._copy_out(leaving[number], last)
             for unit in (unit for unit in reversed(units) if number == self.orders.last[unit]):
                 self._release(unit)
-        return last
+        return self._arrive() if self._arrives is not None else last
 
     def _run_steps(self, direction: Direction) -> None:
         left, again = set(direction.regions), self.orders.running_again
+        calls = [call for _, call in sorted(self.lifetimes.copied.items(), reverse=True) if call.back]
+        reached = {call.reached: (call, before) for call, before in zip_longest(calls, calls[1:])}
+        if calls:
+            self._fetch_back(calls[0])
         later = {unit for units in direction.entered.values() for unit in units}
         for step in direction.steps:
             for unit in direction.entered.get(step.number, ()):
@@ -429,7 +460,47 @@ class Player:
                 if region in left:
                     left.discard(region)
                     self._recompute(region, later)
+            if step.number in reached:
+                call, before = reached[step.number]
+                if before is not None:
+                    self._fetch_back(before)
+                self._awaited.append(self._fetched[call.last])
             self._run_backward(step)
+
+    # Copies to the host and back ----------------------------------------
+
+    def _copy_out(self, call: CopiedCall, after: int) -> None:
+        """What a call has saved leaves for the host; what the call before has, must be there."""
+        host = host_of(self._profile)
+        if host.is_simulated:  # the rank itself copies, and waits until a link would have
+            after = self._compute(self._name_of(call), "forward", self._copy_ns(sum(call.out)), [after])
+        kind, duration_ns = f"activation {DOWN}", host.down_ns(sum(call.out))
+        task = self.engine.transmit(DOWN, self._name_of(call), kind, duration_ns, [after])
+        if self._arrives is not None:
+            self._arrive()
+        self._arrives = task, call
+
+    def _arrive(self) -> int:
+        """Compute waits until what is on its way is on the host, and gives back the device's memory; the last task."""
+        assert self._arrives is not None
+        task, call = self._arrives
+        self._arrives = None
+        waits = self._compute(self._name_of(call), "forward", 0, [task])
+        self.engine.release(waits, call.freed_bytes, "activations")
+        return waits
+
+    def _fetch_back(self, call: CopiedCall) -> None:
+        """What a call has on the host begins to come back."""
+        host = host_of(self._profile)
+        self.engine.allocate(self.engine.last, call.taken_bytes, "activations", Moment.SEND)
+        if host.is_simulated:
+            self._compute(self._name_of(call), "backward", self._copy_ns(sum(call.back)), ())
+        self._fetched[call.last] = self.engine.transmit(
+            UP, self._name_of(call), f"activation {UP}", host.up_ns(sum(call.back)), [self.engine.last]
+        )
+
+    def _name_of(self, call: CopiedCall) -> str:
+        return f"saved in {self.program.units[self.program.items[call.last].unit] or 'the program'}"
 
     # Items ----------------------------------------
 
@@ -603,7 +674,13 @@ class Player:
         if not bucket.transmissions:
             return
         name = slots[0].tensor if len(slots) == 1 else f"{slots[0].tensor} and {len(slots) - 1} more"
-        _, last = self._transmit(name, "parameter", bucket.transmissions, after)
+        if bucket.first_is_beside:
+            after, (first, *rest) = [*after], bucket.transmissions
+            _, copied = self._transmit(name, "parameter", [first], after)
+            _, last = self._transmit(name, "parameter", rest, after)
+            last = self.engine.later(copied, last)
+        else:
+            _, last = self._transmit(name, "parameter", bucket.transmissions, after)
         for slot in slots:
             self._ready[slot.value] = last
             if slot.gather_bytes:
@@ -698,24 +775,28 @@ class Player:
         if self.overlap.sums is not Sums.BUFFERED:
             self._go_on(slots[0].shrinks)
         after = [*after, *(task for slot in slots for task in self._gradients.pop(slot.value, ()))]
-        last = max(after)
+        last, cut = max(after), -1
         if share.transmissions:
             name = f"{BEGUN}:{share.way}" if share.comes else slots[0].tensor  # `Renames` knows who began it
-            _, last = self._transmit(f"gradient of {name}", "gradient", share.transmissions, after)
+            first, last = self._transmit(f"gradient of {name}", "gradient", share.transmissions, after)
             self._home.append(last)
             if slots[0].by_levels:
                 self._begin_levels(share.transmissions, last)
+            cut = first if len(share.transmissions) == 2 and slots[0].storage.on_host and not share.has_buffer else -1
         if self.overlap.sums is Sums.BUFFERED:
             self._whole.difference_update(share.slots)
             self._buffered.discard(index)
         elif slots[0].shrinks:
-            self._begin_journey(index, last)
+            self._begin_journey(index, last, cut)
 
     def _go_on(self, shrinks: bool) -> None:
         """Before another bucket is sent: journeys of several steps end, and the oldest if many are left."""
-        for journey in [j for j in self._travelling if j[1].has_buffer]:
-            self._end_travelling(journey)
-        while shrinks and len(going := [j for j in self._travelling if not j[1].stays]) >= MAX_IN_FLIGHT:
+        for journey in [*self._travelling]:
+            if journey.one.has_buffer and not journey.one.is_downward:
+                self._end_travelling(journey)
+            elif journey.cut >= 0:
+                self._cut_travelling(journey)
+        while shrinks and len(going := [j for j in self._travelling if not j.one.stays]) >= MAX_IN_FLIGHT:
             self._end_travelling(going[0])
 
     def _begin_levels(self, transmissions: Sequence[Transmission], task: int) -> None:
@@ -724,17 +805,23 @@ class Player:
         scattered = [sent for sent in transmissions if sent.collective == "reduce_scatter"]
         size = sum(sent.num_bytes // sent.num_ranks + sent.num_bytes * self._sums_itself for sent in scattered)
         self.engine.allocate(self.engine.last, size, UNDER_WAY, Moment.SEND)
-        self._travelling.append((task, Travelling(0, "", size, 0, 0, 0, False, stays=True)))
+        self._travelling.append(Journey(task, Travelling(0, "", size, 0, 0, 0, False, stays=True), -1))
 
-    def _begin_journey(self, index: int, task: int) -> None:
+    def _begin_journey(self, index: int, task: int, cut: int) -> None:
         """Whole gradients stay until the runtime waits for their journey's end; shards arrive in memory of their own.
 
-        What is summed in a buffer is cut afterwards.
+        What is summed in a buffer is cut afterwards. cut: the task after which only shards are on their way, where they
+        go on to the host.
         """
         share, engine = self.shares[index], self.engine
         copied, whole = share.scatter_bytes, share.whole_bytes
         new, added = self._arrivals[index]
-        for slot in (self.program.slots[number] for number in share.slots):
+        slots = [self.program.slots[number] for number in share.slots]
+        is_downward = slots[0].storage.on_host
+        if is_downward:  # shards come and go; nothing stays
+            new, added = 0, new + added + sum(slot.stored_bytes for slot in slots)
+            added *= any(step.before.kind == "S" for step in slots[0].steps[1:])
+        for slot in slots if not is_downward else ():
             if slot.tensor in self._held:
                 added += slot.stored_bytes
             else:
@@ -744,13 +831,22 @@ class Player:
         if not share.has_buffer:
             engine.allocate(engine.last, new, "gradients", Moment.SEND)
             engine.allocate(engine.last, added, UNDER_WAY, Moment.SEND)
-        self._travelling.append((task, Travelling(0, "", copied, added, new, whole, share.has_buffer)))
+        one = Travelling(0, "", copied, added, new, whole, share.has_buffer, is_downward)
+        self._travelling.append(Journey(task, one, cut))
         self._whole.difference_update(share.slots)
         self._buffered.discard(index)
 
-    def _end_travelling(self, journey: tuple[int, Travelling]) -> None:
+    def _cut_travelling(self, journey: Journey) -> None:
+        """Compute waits until gradients are cut that go on to the host; the whole ones are given back."""
+        self._awaited.append(journey.cut)
+        one, end = journey.one, self.engine.tasks[self.engine.later(journey.cut, self.engine.last)][3]
+        self.engine.allocations += _ending(one._replace(added_bytes=0, new_bytes=0), end, Moment.ARRIVE, Moment.ARRIVED)
+        left = one._replace(copied_bytes=0, whole_bytes=0, cut_ns=None)
+        self._travelling[self._travelling.index(journey)] = Journey(journey.task, left, -1)
+
+    def _end_travelling(self, journey: Journey) -> None:
         """Compute waits for a journey; its whole gradients are given back."""
-        task, one = journey
+        task, one, _ = journey
         self._travelling.remove(journey)
         self._awaited.append(task)
         end = self.engine.tasks[self.engine.later(task, self.engine.last)][3]
@@ -759,7 +855,10 @@ class Player:
     def _still_travelling(self) -> tuple[Travelling, ...]:
         """What is on its way when the pass ends, and when it is there."""
         tasks = self.engine.tasks
-        return tuple([one._replace(end_ns=tasks[task][3], kind=tasks[task][4]) for task, one in self._travelling])
+        return tuple([
+            one._replace(end_ns=tasks[task][3], kind=tasks[task][4], cut_ns=tasks[cut][3] if cut >= 0 else None)
+            for task, one, cut in self._travelling
+        ])  # fmt: skip
 
 
 def _ending(one: Travelling, end_ns: int, arrive: int, arrived: int) -> list[Change]:

@@ -33,7 +33,7 @@ from autopar.cost.memory import (
     optimizer_workspace_bytes,
     workspace_bytes,
 )
-from autopar.cost.profile import ACROSS, INSIDE, Waits
+from autopar.cost.profile import ACROSS, INSIDE, Waits, host_of
 from autopar.cost.updates import update_bytes
 from autopar.errors import PlanError
 from autopar.ir.branches import (
@@ -64,9 +64,11 @@ from autopar.simulate.facts import (
     Copies,
     GraphFacts,
     LocalShapes,
+    call_of,
     number_calls,
     tensors_on_the_way,
 )
+from autopar.simulate.host_copies import AXIS, COPY, DOWN, UP, is_copy
 from autopar.simulate.traffic import inner_collectives
 
 OPTIMIZER_KERNELS = {
@@ -149,9 +151,11 @@ class Item:
     gradient_bytes: int = 0  # of the memory that its operand's gradient lies in; 0: as many as the gradient has
     saved: tuple[int, ...] = ()  # storages
     extra_bytes: int = 0  # saved, but no tensor of the graph
+    extras: tuple[int, ...] = ()  # bytes of each of these, where something is copied to the host
     number_bytes: int = 0  # of plain numbers that are saved, which stay even where all else is computed again
     unit: int = 0
     region: int = -1  # what the backward pass runs again together, −1 for nothing
+    copied_call: int = -1  # the call of a module that is copied out, −1 for none
     needs: tuple[int, ...] = ()  # the regions that run again before its backward pass, in their order
     runs_backward: bool = False
     split: Split | None = None  # where the schedule asks for it, of operators
@@ -216,6 +220,7 @@ class Bucket:
     slots: list[int]
     transmissions: tuple[Transmission, ...]
     convert_ns: int = 0  # packing, joining and casting on the rank itself
+    first_is_beside: bool = False  # what comes after the first transmission, a copy from the host, runs beside it
 
 
 @dataclass(slots=True)
@@ -390,6 +395,8 @@ class Lowering:
         self.may_split = self.trains and may_split
         self.constants: dict[int, int] = {}  # storage -> bytes of what is computed once and kept
         self.batch = next(iter(batched.values()), 0)  # of the whole graph: a stage may read no input of the model
+        self.copied = frozenset(plan.copied_out) if self.trains else frozenset[str]()
+        self.copied_calls: list[tuple[int, Call | None]] = []  # items, in calls that are copied out
         self.calls: list[tuple[int, Call | None]] = []  # items that run each microbatch, where they are recomputed
 
     def _fuse(self) -> None:
@@ -443,6 +450,8 @@ class Lowering:
         if known is not None and program.values[known].slot >= 0:
             return known
         steps = self._route(tensor, placement)
+        if self.plan.storage[tensor].on_host and COPY not in steps:
+            steps = (COPY, *steps)
         storage = self._memory(0, -1)  # its bytes are counted slot by slot
         local = self.shapes.local(tensor, placement)
         value = self._value(tensor, placement, local, storage, slot=len(program.slots))
@@ -470,20 +479,24 @@ class Lowering:
 
     def _slot_price(self, tensor: str, steps: tuple[Step, ...], value: Value) -> _SlotPrice:
         source, kept = self.placements[tensor], self.graph.kept(tensor)
+        way, steps = steps, tuple([step for step in steps if not is_copy(step)])
         is_cast = tensor in self.graph.kept_dtypes and self.graph.stored_by_tensor[tensor].kind == "parameter"
-        key = (value.shape, source, steps, kept.shape, kept.dtype, self.graph.tensors[tensor].dtype, is_cast)
+        key = (value.shape, source, way, kept.shape, kept.dtype, self.graph.tensors[tensor].dtype, is_cast)
         known = self.prices.slots.get(key)
         if known is None:
             stored = math.prod(self._stored_shape(tensor))
             itemsize, master = self.graph.itemsizes(tensor)
             is_sent = is_cast and any(step.before.kind == "S" for step in steps)  # the shard's cast copy is
-            is_alias = not any("S" in (s.before.kind, s.after.kind) or s.after.kind == "P" for s in steps)
+            is_alias = not any("S" in (s.before.kind, s.after.kind) or s.after.kind == "P" for s in way)
+            staged = stored * kept.itemsize if way != steps and (steps or is_cast) else 0
             known = self.prices.slots[key] = _SlotPrice(
                 stored_bytes=stored * kept.itemsize,
                 gradient_bytes=math.prod(value.shape) * kept.itemsize,
                 is_alias=is_alias and tensor not in self.graph.kept_dtypes,
-                sizes=self._step_bytes(tensor, steps),
-                gather_bytes=self.copies.gather_bytes(tensor, source, steps) + (stored * itemsize if is_sent else 0),
+                sizes=self._step_bytes(tensor, way),
+                gather_bytes=(
+                    self.copies.gather_bytes(tensor, source, steps) + (stored * itemsize if is_sent else 0) + staged
+                ),
                 scatter_bytes=self.copies.scatter_bytes(tensor, source, steps),
                 cast_bytes=self._cast_bytes(stored, math.prod(value.shape), itemsize + master) if is_cast else (0, 0),
                 is_cast=is_cast,
@@ -505,6 +518,10 @@ class Lowering:
             axes = self.plan.axes if axes is None else axes
             axes = evenly(axes) if tensor in self.plan.storage else axes
             for step in steps:
+                if is_copy(step):
+                    size = math.prod(local_shape(shape, placement, axes)) * self.graph.kept(tensor).itemsize
+                    sizes.append((size, size))
+                    continue
                 sizes.append(transfer_bytes(shape, itemsize, placement, axes, step))
                 placement = apply(step, placement)
             self.step_bytes[key] = tuple(sizes)
@@ -546,13 +563,23 @@ class Lowering:
             return tuple([self._transmission(*sent) for sent in gradient_collectives(steps, sizes, self.plan.axes)])
         rows = list(zip(steps, sizes, *elsewhere, strict=True))
         return tuple(
-            self._transmission(
+            self._host_copy(size[direction], direction)
+            if is_copy(step)
+            else self._transmission(
                 step.transfers[direction].collective or "", step.axis, size[direction],
                 tuple([other[direction] for other in more]),
             )
             for step, size, *more in (rows if direction == 0 else reversed(rows))
-            if step.transfers[direction].collective and self.plan.axes[step.axis].size > 1
+            if is_copy(step) or (step.transfers[direction].collective and self.plan.axes[step.axis].size > 1)
         )  # fmt: skip
+
+    def _host_copy(self, num_bytes: int, direction: int) -> Transmission:
+        """Of what is stored to the device (0), or of its gradient to the host, where it is added to what is there of
+        earlier microbatches."""
+        host = host_of(self.profile)
+        duration = host.up_ns(num_bytes) if direction == 0 else host.down_ns(num_bytes)
+        name = UP if direction == 0 else DOWN
+        return Transmission(name, name, AXIS, num_bytes, duration, beside_ns=duration)
 
     # Items ----------------------------------------
 
@@ -582,8 +609,10 @@ class Lowering:
         way, back = self.copies.of_activation(tensor, self.placements[tensor], steps)
         shares = way.own_bytes is None and not (tensor in self.again.tensors and makes_memory(steps))
         number = len(program.items)
-        if self.again and tensor not in self.facts.constants:
-            self._note_call(number, self.again.of_conversion(tensor, steps, self._reading_scope(tensor, target)))
+        if (self.again or self.copied) and tensor not in self.facts.constants:
+            scope = self._reading_scope(tensor, target)
+            self._note_call(number, self.again.of_conversion(tensor, steps, scope))
+            self._note_copied(number, scope)
         local = self.shapes.local(tensor, target)
         size = local[1] if way.own_bytes is None else way.own_bytes
         storage = program.values[source].storage if shares else self._memory(size, number)
@@ -637,6 +666,7 @@ class Lowering:
             self._keep_constants(node)
         if node.op != IDENTITY and not is_constant:
             self._note_call(number, self.again.of_node(node))
+            self._note_copied(number, node.scope)
         maker = -1 if is_constant else number
         fused = self.fused.get(node.name)
         stays = fused.results if fused else (False,) * len(node.results)
@@ -653,9 +683,9 @@ class Lowering:
             kept = tuple([node.operands[position] for position in price.lowered_keeps if kept])
         if kept and fused and fused.makes_again:
             kept = (*kept, *(name for name, stays in zip(node.operands, fused.operands, strict=True) if not stays))
-        saved, extra, numbers = self._saved(kept, node, inputs, outputs)
-        if self.trains and facts.saved:
-            extra += price.lowered_bytes or 0
+        saved, extras, numbers = self._saved(kept, node, inputs, outputs)
+        if self.trains and facts.saved and price.lowered_bytes:
+            extras = (*extras, price.lowered_bytes)
         passing = frozenset([inputs[position] for position in facts.passing])
         summed, summing_bytes = self._read_several_times(inputs, passing)
         program.items.append(
@@ -673,7 +703,8 @@ class Lowering:
                 inner=price.inner,
                 inner_backward=price.inner_backward,
                 saved=saved,
-                extra_bytes=extra,
+                extra_bytes=sum(extras),
+                extras=extras if self.copied else (),
                 number_bytes=numbers,
                 unit=unit,
             )
@@ -806,18 +837,18 @@ class Lowering:
 
     def _saved(
         self, kept: Sequence[Saved], node: Node, inputs: list[int], outputs: list[int]
-    ) -> tuple[tuple[int, ...], int, int]:
-        """The storages that autograd keeps alive for this operator, further bytes, and those of numbers."""
+    ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """The storages that autograd keeps alive for this operator, bytes of each extra, and those of numbers."""
         values = dict(zip((*node.operands, *node.results), (*inputs, *outputs), strict=True))
-        storages, extra, numbers = [], 0, 0
+        storages, extras, numbers = [], list[int](), 0
         for one in kept:
             if not isinstance(one, Extra):
                 storages.append(self.program.values[values[one]].storage)
             elif one.is_number:
                 numbers += one.itemsize
             else:
-                extra += one.num_bytes(self.program.values[values[one.like]].shape)
-        return tuple(dict.fromkeys(storages)), extra, numbers
+                extras.append(one.num_bytes(self.program.values[values[one.like]].shape))
+        return tuple(dict.fromkeys(storages)), tuple(extras), numbers
 
     # Branches ----------------------------------------
 
@@ -902,6 +933,17 @@ class Lowering:
         """Notes where an item runs again, as far as recomputation asks for it."""
         if self.again and self.trains:
             self.calls.append((number, call))
+
+    def _note_copied(self, number: int, scope: Scope) -> None:
+        """Notes in which call an item runs of which something is copied out."""
+        if self.copied:
+            self.copied_calls.append((number, call_of(scope, self.copied)))
+
+    def _mark_copied(self) -> None:
+        """Numbers these calls."""
+        numbers = number_calls(call for _, call in self.copied_calls)
+        for (number, _), call in zip(self.copied_calls, numbers, strict=True):
+            self.program.items[number].copied_call = call
 
     def _reading_scope(self, tensor: str, target: Placement) -> Scope:
         """The innermost module call that holds all readers of a conversion, which is where the emitter writes it."""
@@ -1024,7 +1066,8 @@ class Lowering:
         columns = zip(*rows, strict=True) if len(rows) > 1 else ()
         sizes = [(sum(a for a, _ in column), sum(b for _, b in column)) for column in columns] or rows[0]
         sent = self._transmissions(first.steps, sizes, 0)
-        return Bucket(slots, sent, (self._convert_ns(slots) if sent else 0) + self._cast_ns(slots))
+        is_beside = COPY in first.steps and len(sent) > 1 and host_of(self.profile).is_simulated
+        return Bucket(slots, sent, (self._convert_ns(slots) if sent else 0) + self._cast_ns(slots), is_beside)
 
     def _cast_ns(self, slots: list[int]) -> int:
         """A kernel for each."""
@@ -1038,7 +1081,9 @@ class Lowering:
         copied = 0
         for slot in (self.program.slots[number] for number in slots):
             is_direct = slot.used_bytes >= LONE_BYTES and slot.steps[-1].before.dim == 0
-            copied += 0 if is_direct else slot.stored_bytes + 2 * slot.used_bytes
+            copied += 0 if is_direct or is_copy(slot.steps[-1]) else slot.stored_bytes + 2 * slot.used_bytes
+            if COPY in slot.steps and host_of(self.profile).is_simulated:  # by the rank itself
+                copied += slot.stored_bytes
         return len(slots) * self.profile.runtime.convert_ns + copy_time_ns(copied, self.profile)
 
 

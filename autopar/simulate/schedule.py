@@ -23,7 +23,7 @@ from autopar.clock import worked
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Breakdown, Plan
-from autopar.ir.schedule import DIRECTIONS, Turn, turns
+from autopar.ir.schedule import BACKWARD, DIRECTIONS, FORWARD, Turn, turns
 from autopar.runtime.arrivals import may_come_early
 from autopar.simulate.cores import Beside, clock_of, in_time, sharing_of
 from autopar.simulate.engine import NOTHING_SENT, Carried, Change, Flight, Moment, Sent
@@ -420,7 +420,18 @@ class PlayedStep:
             lanes = tuple(in_time(lane, clock, makespan) for lane in lanes)
         last = lanes[max(range(len(lanes)), key=lambda n: self.submeshes[n].end_ns)]
         most = max(lanes, key=lambda lane: sum(lane.comm_bytes.values()))
-        return Timeline(lanes, makespan, last.breakdown, last.exposed, most.comm_bytes)
+        host = max([self._host_bytes(submesh) for submesh in self.submeshes])
+        return Timeline(lanes, makespan, last.breakdown, last.exposed, most.comm_bytes, host)
+
+    def _host_bytes(self, submesh: Submesh) -> int:
+        """What a rank has on its host at most: what is kept there, and of each stage what waits there of microbatches
+        that are between their passes."""
+        each = {stage: self.stages[stage].player.waiting_bytes for stage in submesh.stages}
+        now, most = dict.fromkeys(each, 0), dict.fromkeys(each, 0)
+        for turn in submesh.turns if any(each.values()) else ():
+            now[turn.stage] += {FORWARD: 1, BACKWARD: -1}.get(turn.direction, 0)
+            most[turn.stage] = max(most[turn.stage], now[turn.stage])
+        return sum(self.stages[stage].player.host_bytes + most[stage] * size for stage, size in each.items())
 
     def _residents(self, submesh: Submesh) -> list[tuple[int, str]]:
         return [held for stage in submesh.stages for held in self.stages[stage].player.residents]

@@ -282,7 +282,8 @@ class Timeline:
 
     breakdown, exposed: of the lane that ends last. `exposed` says by kind of communication how long compute stood
     still for it. peak_bytes, memory, memory_at_peak: of the lane with the highest peak. comm_bytes: what a rank hands
-    to each collective in a step, of the lane that sends most.
+    to each collective in a step, of the lane that sends most. host_bytes: what is kept on the host, of the lane that
+    has most there.
     """
 
     lanes: tuple[Lane, ...]
@@ -290,6 +291,7 @@ class Timeline:
     breakdown: Breakdown
     exposed: Mapping[str, int]
     comm_bytes: Mapping[str, int]
+    host_bytes: int = 0
 
     @cached_property
     def _fullest(self) -> Lane:
@@ -355,4 +357,5 @@ def predict(timeline: Timeline) -> Prediction:
         comm_bytes=dict(timeline.comm_bytes),
         breakdown=timeline.breakdown,
         memory=dict(timeline.memory_at_peak),
+        host_bytes=timeline.host_bytes or None,
     )

@@ -36,6 +36,7 @@ from autopar.microbatch import divided_graph, on_microbatch_axis
 from autopar.ops.ahead import ToldAhead
 from autopar.ops.call import call_of
 from autopar.ops.communication import count_of_targets, inner_communication
+from autopar.ops.copies import without_sums
 from autopar.ops.inner import Sent
 from autopar.simulate.facts import Recomputation, key_of, tensors_on_the_way
 from autopar.simulate.timeline import Timeline
@@ -47,11 +48,13 @@ def traffic(graph: Graph, plan: Plan, rank: int = 0) -> dict[str, int]:
 
     A tensor that ranks share along the dim that microbatches cut is gathered whole before it is cut.
     """
+    plan = without_sums(plan)
     return _total(_of_stage(graph, on_microbatch_axis(graph, plan), plan, 0, rank))
 
 
 def traffic_by_submesh(graph: Graph, plan: Plan, timeline: Timeline) -> list[dict[str, int]]:
     """As `traffic`, of a plan of several stages, for each lane of its timeline."""
+    plan = without_sums(plan)
     found, full = [], on_microbatch_axis(graph, plan)
     for lane in timeline.lanes:
         sent = Counter(lane.bytes_between)

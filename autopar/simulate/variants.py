@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.cost.memory import most_workspace, optimizer_of
+from autopar.cost.profile import host_of
 from autopar.ir.branches import Coordinates
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Placement
@@ -449,11 +450,28 @@ class Variants:
         lowering.plan = plan
         for number in changed:
             self._stored_prices[number] = lowering.stored_price(stored[number].tensor)
-        trained = [p for p, item in zip(self._stored_prices, stored, strict=True) if item.requires_grad]
-        moved = sum([price.moved_bytes for price in trained])
+        pairs = zip(self._stored_prices, stored, strict=True)
+        trained = [(price, plan.storage[item.tensor].on_host) for price, item in pairs if item.requires_grad]
+        slower = self._updates_on_host_ns(sum([price.moved_bytes for price, on_host in trained if on_host]))
+        moved = sum([price.moved_bytes for price, on_host in trained if not (on_host and slower)])
         is_elementwise = optimizer_of(plan.optimizer).is_elementwise
-        most = most_workspace([price.workspace for price in trained], is_elementwise)
-        self._updated = (lowering.optimizer_ns(moved, len(trained)) if moved else 0), most
+        most = most_workspace([price.workspace for price, on_host in trained if not on_host], is_elementwise)
+        self._updated = slower + (lowering.optimizer_ns(moved, len(trained)) if moved else 0), most
+
+    def _updates_on_host_ns(self, moved_bytes: int) -> int:
+        """What updates take that the host makes, before or after the device makes its own; 0 where the device computes
+        for both."""
+        rate = host_of(self.profile).update_bandwidth if moved_bytes else None
+        return round(moved_bytes * 1e9 / rate) if rate else 0
+
+    def host_bytes(self, plan: StagePlan) -> int:
+        """What the stage keeps on the host: parameters, their gradients and their optimizer state."""
+        self.optimizer(plan)
+        pairs = zip(self._stored_prices, self.graph.stored, strict=True)
+        return sum([
+            2 * price.stored_bytes + price.state_bytes + (STEP_COUNT_BYTES if price.state_bytes else 0)
+            for price, item in pairs if plan.storage[item.tensor].on_host
+        ])  # fmt: skip
 
     def resident_bytes(self, plan: StagePlan, parts: Sequence[Part]) -> int:
         """Bytes that stay through the step."""
@@ -465,6 +483,8 @@ class Variants:
         self._place_residents(plan, parts)
         held = self.lowering.other_residents()
         for price, item in zip(self._stored_prices, self.graph.stored, strict=True):
+            if plan.storage[item.tensor].on_host:
+                continue
             held.append((price.stored_bytes, "parameters"))
             if item.requires_grad and self.trains:
                 held.append((price.state_bytes + (STEP_COUNT_BYTES if price.state_bytes else 0), "optimizer"))

@@ -1,5 +1,6 @@
 """How a plan meets its memory: how parameters are stored (ZeRO 0 to 3), and which blocks are computed again."""
 
+from autopar.zero.copied import copied_blocks
 from autopar.zero.recomputation import (
     KINDS,
     KINDS_TEXT,
@@ -21,6 +22,7 @@ __all__ = [
     "Groups",
     "Modules",
     "Recomputable",
+    "copied_blocks",
     "joined",
     "ladders",
     "pinned_modules",

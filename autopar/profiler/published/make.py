@@ -20,6 +20,7 @@ from autopar.profiler.published.attention import attention_tables
 from autopar.profiler.published.carrying import carried, facts_of
 from autopar.profiler.published.checking import collective_calls, operator_calls, residuals_of
 from autopar.profiler.published.collectives import gpus_of, with_collectives
+from autopar.profiler.published.host import with_host_memory
 from autopar.profiler.published.moving import CARRIED, carried_moving, with_moving
 from autopar.profiler.published.moving import FILES as MOVING_FILES
 from autopar.profiler.published.products import product_tables, single_tables
@@ -39,7 +40,7 @@ def profile_from_folder(folder: Path, base: Profile, date: str, like: str = "", 
     """
     if only == MOVED:
         return _only_moved(folder, base, date)
-    made = blocks_from_folder(folder, base, date, like)
+    made = with_host_memory(folder, blocks_from_folder(folder, base, date, like), date)
     return replace(made, residuals=_residuals(folder, base, date, like), _shared={})
 
 

@@ -13,7 +13,7 @@ from weakref import ref
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.runtime.errors import ProgramError
@@ -59,6 +59,13 @@ def _call(optimizer: Optimizer, method: Callable[..., Any], args: Any, kwargs: A
             f"expected {type(optimizer).__name__} to have parameters of one program, found those of {len(programs)}; "
             "make an optimizer for each"
         )
+    if programs[0].has_copies:
+        raise ProgramError(
+            f"expected an optimizer that looks at elements by themselves, such as AdamW or SGD, found "
+            f"{type(optimizer).__name__}: ranks would share the work on whole parameters, of which they have copies "
+            "of their own under local_sgd; declare it (rt.declare_optimizer), or leave the algorithm out"
+        )
+    _check_on_host(optimizer, programs[0], kind)
     given = _given(optimizer, programs[0], kind)
     args, kwargs = _with_closure(given, args, kwargs)
     _stepping.append(optimizer)
@@ -67,6 +74,17 @@ def _call(optimizer: Optimizer, method: Callable[..., Any], args: Any, kwargs: A
             return method(*args, **kwargs)
     finally:
         _stepping.remove(optimizer)
+
+
+def _check_on_host(optimizer: Optimizer, state: ProgramState, kind: str) -> None:
+    """Raises ProgramError where whole tensors would stand in on the device for parameters that are on the host."""
+    on_host = next((name for name, stored in state.parameters.items() if stored.is_on_host), None)
+    if on_host is not None and kind != "shards":
+        raise ProgramError(
+            f"expected an optimizer that computes each element by itself, since {on_host} is on the host, found "
+            f"{type(optimizer).__name__}, which is given whole tensors; use AdamW or the like, tell "
+            'rt.declare_optimizer(…, looks_at="elements") where that is so, or plan without offload'
+        )
 
 
 def _given(optimizer: Optimizer, state: ProgramState, kind: str) -> Session | Shards:
@@ -116,6 +134,12 @@ def _check_seen(optimizer: Optimizer, *_: Any) -> None:
     )
 
 
+def _count(optimizer: Optimizer, *_: Any) -> None:
+    """After a step of any optimizer."""
+    for state in _own(optimizer).values():
+        state.num_updates += 1
+
+
 def guard_optimizers() -> None:
     """From now on, what an optimizer does to the parameters of a rank passes by here."""
     add = Optimizer.add_param_group
@@ -126,3 +150,4 @@ def guard_optimizers() -> None:
 
     Optimizer.add_param_group = added  # type: ignore[method-assign] # the public method that every group goes through
     register_optimizer_step_pre_hook(_check_seen)
+    register_optimizer_step_post_hook(_count)

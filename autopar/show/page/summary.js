@@ -106,6 +106,8 @@ function sentence(plan) {
     `${plan.precision ? `, ${plan.precision}` : ''}${plan.mode === 'train' ? `, ${plan.optimizer}` : ''}.` +
     `${plan.routing ? ` Tokens choose experts by ${plan.routing}.` : ''}` +
     `${plan.recompute ? ` Computed again in the backward pass: ${plan.recompute}.` : ''}` +
+    `${plan.copied_out ? ` Activations that wait on the host: ${plan.copied_out}.` : ''}` +
+    `${plan.offload ? ` On the host: ${plan.offload}.` : ''}` +
     `${forks.length ? ` Branches run beside each other: ${forks.join('; ')}.` : ''}` +
     `${plan.shares.length ? ` Unequal ${plan.shares.join('; ')}.` : ''}`
   );

@@ -1,0 +1,72 @@
+"""Training algorithms other than synchronous ones, in which copies of the parameters meet in another way.
+
+A plan has an axis of copies where parameters are stored whole and used as they are (I → R), and the batch is split: the
+copies of data parallelism. Under an algorithm, the gradients of an axis of copies are not summed over it:
+
+    local_sgd(8)             each copy makes 8 updates of its own, then all take the mean of their parameters
+    local_sgd(8, after=100)  the same after 100 updates of summed gradients (post-local SGD)
+    adasum                   in each step, gradients of copies are combined by how far they point the same way
+
+A copy's own gradient is of its own part of the batch, scaled so that the mean over copies of equal parameters is the
+gradient of the whole batch. None computes what one device does: they are taken by name, and no search chooses one.
+
+Sources: McMahan et al. 2017 (arXiv:1602.05629) and Stich 2019 (arXiv:1805.09767) for local SGD, Lin et al. 2020
+(arXiv:1808.07217) for post-local SGD, Maleki et al. 2021 (arXiv:2006.02924) for Adasum.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from autopar.errors import PlanError
+
+LOCAL_SGD, ADASUM = "local_sgd", "adasum"
+FORMS = 'local_sgd(PERIOD), such as "local_sgd(8)" or "local_sgd(8, after=100)", or "adasum"'
+MOST = 1 << 20  # updates
+_LOCAL = re.compile(r"local_sgd\(\s*(\d{1,7})\s*(?:,\s*after\s*=\s*(\d{1,7})\s*)?\)")
+_WITH_COPIES = re.compile(r"(?:,\s*|\(\s*)copies\s*=\s*(\d{1,7})\s*\)")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """name: LOCAL_SGD or ADASUM; axis: the mesh axis of copies, by name, of each stage; period: updates between two
+    means of the parameters; after: how many updates are made of summed gradients first."""
+
+    name: str
+    axis: str
+    period: int = 1
+    after: int = 0
+
+    def __str__(self) -> str:
+        if self.name == ADASUM:
+            return ADASUM
+        return f"{LOCAL_SGD}({self.period}{f', after={self.after}' if self.after else ''})"
+
+
+def split_copies(text: object) -> tuple[object, int | None]:
+    """What a search is asked for, as "local_sgd(8, copies=4)": the algorithm without the number of copies, and that."""
+    found = _WITH_COPIES.search(text) if isinstance(text, str) else None
+    if found is None or not isinstance(text, str):
+        return text, None
+    return text[: found.start()] + (")" if found[0].startswith(",") else ""), int(found[1])
+
+
+def parse_algorithm(text: object, axis: str) -> Algorithm:
+    """An algorithm as a user writes it. Raises PlanError for another text."""
+    found = _LOCAL.fullmatch(text.strip()) if isinstance(text, str) else None
+    if isinstance(text, str) and text.strip() == ADASUM:
+        return Algorithm(ADASUM, axis)
+    if found is None or not 1 <= int(found[1]) <= MOST or int(found[2] or 0) > MOST:
+        raise PlanError(f"expected algorithm as {FORMS}, with a period from 1 to {MOST:,} updates, found {text!r}")
+    return Algorithm(LOCAL_SGD, axis, int(found[1]), int(found[2] or 0))
+
+
+def algorithm_of_json(data: dict[str, object]) -> Algorithm:
+    """The inverse of `algorithm_to_json`, of data that the schema allows."""
+    return parse_algorithm(data["text"], str(data["axis"]))
+
+
+def algorithm_to_json(algorithm: Algorithm) -> dict[str, object]:
+    """As plan files have it."""
+    return {"text": str(algorithm), "axis": algorithm.axis}
