@@ -36,7 +36,9 @@ from autopar.shares import SharedBatch
 from autopar.staging import checked_sizes, cut, even_sizes, stages_of_sizes
 from autopar.step import simulated_again, with_simulator
 from autopar.template import (
+    FACTORS,
     check_context,
+    check_gradients,
     check_hsdp,
     check_offload,
     positions,
@@ -55,6 +57,7 @@ def template_of_graph(
     chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False, zero: int = 0,
     hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat", exchange_chunks: int = 1,
     recompute: str = "none", offload: str = "none", split: str = "equal", experts: str = "whole", replicas: int = 0,
+    gradients: str = "sums",
     mode: str = "train",
     optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
     constraints: Sequence[Constraint] = (),
@@ -62,12 +65,13 @@ def template_of_graph(
     """`template_plan` of a traced model, under further constraints."""
     axes = template_axes(mesh, dp, tp, pp, hsdp, cp, ep, exchange)
     sharing = expert_axes(mesh, dp, tp, cp, ep, exchange).sharing
-    check_hsdp(mesh, pp, hsdp, zero)
+    check_hsdp(mesh, pp, hsdp)
     check_experts(graph, ep)
     check_alone(mesh, hsdp, ep)
     check_slices(experts, dp // ep)
     check_replicas(replicas, ep, exchange, experts)
     check_context(mesh, cp, context)
+    check_gradients(gradients, pp, mesh.is_homogeneous)
     check_offload(offload, mode, mesh, optimizer)
     if offload != NOT_OFFLOADED:
         host_of(load_profile(mesh.profile))
@@ -104,6 +108,7 @@ def template_of_graph(
         sharing,
         part.blocks,
         "" if experts == "whole" else "dp",
+        gradients,
     )
     rules += constraints
     again = template_recompute(graph, paths, recompute)
@@ -120,7 +125,7 @@ def template_of_graph(
         stages = UnequalStages(part, kinds, len(first_ranks) // pp, schedule, paths, request, profiles_of(mesh))
         plan = stages.plan(split, sizes)
     else:
-        plan = _fitted(Place(part, axes, request, load_profile(mesh.profile)))
+        plan = _fitted(Place(part, axes, request, load_profile(mesh.profile), by_factors=gradients == FACTORS))
     if is_adaptive or experts == ADAPTIVE:
         graph, plan = _by_load(given, plan, is_adaptive, experts == ADAPTIVE)
     return _checked(replace(plan, substitutions=(*told, *plan.substitutions)), graph)

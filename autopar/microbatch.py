@@ -24,12 +24,13 @@ from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import Axis, I, P, Placement, R, S, Type, format_placement, local_shape
 from autopar.ir.plan import NodePlan, Plan, Redistribute, Stage
 from autopar.ir.redistribution import Step, cheapest_path
+from autopar.ir.schedule import SCHEDULES
 from autopar.ir.stages import leaving_values, stage_graph
 from autopar.ir.structure import batch_inputs, is_random, tensors_of_inputs
 from autopar.ir.verifier import Admits, check_identity, ending, verify
 from autopar.ops import admits, axis_rules, shape_error
 from autopar.ops.call import call_of
-from autopar.ops.communication import inner_communication, is_mean_over_samples
+from autopar.ops.communication import gathered_rows, inner_communication, is_mean_over_samples
 from autopar.ops.copies import check_copies
 from autopar.ops.lowering import local_arguments
 from autopar.ops.table import operator
@@ -406,12 +407,30 @@ def check_plan(graph: Graph, plan: Plan, admits: Admits = admits) -> None:
     """Raises PlanError when the plan is for another graph or in microbatches that this one cannot be divided into,
     PlacementError where it is not well typed, with node and source line."""
     check_identity(graph, plan)
-    verify(divided_graph(graph, plan.microbatches), plan, admits)
-    check_copies(divided_graph(graph, plan.microbatches), plan)
+    part = divided_graph(graph, plan.microbatches)
+    verify(part, plan, admits)
+    check_copies(part, plan)
+    _check_parts(part, plan)
     if plan.microbatches > 1:
         _check_inputs(graph, plan)
         on_microbatch_axis(graph, plan)
     _check_told(graph, plan)
+
+
+def _check_parts(graph: Graph, plan: Plan) -> None:
+    """That where backward passes come in two parts, no gradient of a weight meets as factors: both would be made by one
+    function, in the first. graph: of a microbatch."""
+    if not SCHEDULES[plan.schedule].splits_backward or len(plan.stages) == 1:
+        return
+    for stage in plan.stages:
+        for name, placed in stage.nodes.items():
+            node = graph.node_by_name[name]
+            if gathered_rows(node, placed.operands, stage.axes) > 1:
+                raise PlanError(
+                    f"node {name} ({node.op}) at {node.source or 'an unknown line'}: expected a weight that is used R "
+                    f"under schedule {plan.schedule}, whose backward passes come in two parts, found I, so that its "
+                    "gradient meets as factors; take another schedule, such as 1f1b, or use the weight R"
+                )
 
 
 def _check_inputs(graph: Graph, plan: Plan) -> None:

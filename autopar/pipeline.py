@@ -64,7 +64,15 @@ from autopar.running import checked_runs, running
 from autopar.shapes import under_plan
 from autopar.simulate import Timeline, predict
 from autopar.step import met, simulated_again, simulated_step, with_simulator
-from autopar.template import check_context, check_hsdp, check_offload, longest_sequence, template_axes, template_ranks
+from autopar.template import (
+    check_context,
+    check_gradients,
+    check_hsdp,
+    check_offload,
+    longest_sequence,
+    template_axes,
+    template_ranks,
+)
 from autopar.trace import held_against_eager, trace, with_loss
 from autopar.tunables import LONG_SEQUENCE
 
@@ -265,7 +273,8 @@ def template_plan(
     schedule: str = "1f1b", chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False,
     zero: int = 0, hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat",
     exchange_chunks: int = 1, experts: str = "whole", replicas: int = 0, recompute: str = "none", offload: str = "none",
-    split: str = "equal", algorithm: str | None = None, loss_fn: Callable[..., Any] | None = None, mode: str = "train",
+    split: str = "equal", gradients: str = "sums", algorithm: str | None = None,
+    loss_fn: Callable[..., Any] | None = None, mode: str = "train",
     optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
     routing: Routing | None = None, check: bool = True, part: bool = False,
 ) -> Plan:  # fmt: skip
@@ -282,7 +291,9 @@ def template_plan(
     "zero_bubble_v" (two stages a submesh, the second ones from the last submesh to the first) or "dualpipev" (the same,
     with most backward passes in one part). microbatches: the global batch is cut into so many, each split over dp.
     zero: what data-parallel ranks hold in shards (ZeRO 0 to 3); hsdp: among how many neighbours of them, which divides
-    dp, with a copy for each such group: gradients are reduce-scattered inside and all-reduced across. 1: among all.
+    dp, with a copy for each such group: gradients are reduce-scattered inside and all-reduced across. 1: among all. Of
+    zero=0, every rank has a copy, and gradients are summed by levels where that is faster: reduce-scattered inside,
+    all-reduced across, all-gathered inside.
     cp: among how many ranks sequences are split (context parallelism): what is made of positions, which are dim 1 of
     inputs, losses too. context: how attention runs then. "gather": queries stay, keys and values come from all ranks
     inside of each attention operator, again for its backward pass; "ring": they pass from rank to rank while the block
@@ -308,21 +319,24 @@ def template_plan(
     offload: what is kept on the host: "none", "optimizer" (what is stored of parameters, their gradients and optimizer
     state, which is updated there), "activations" (what autograd saves in each repeated block, brought back for its
     backward pass) or "both". algorithm: how the copies of dp (with hsdp, of its groups) meet, where that is not by the
-    sum of their gradients: "local_sgd(8)", "local_sgd(8, after=100)" or "adasum" (`ir.algorithm`). routing, check,
-    part: as in `parallelize`.
+    sum of their gradients: "local_sgd(8)", "local_sgd(8, after=100)" or "adasum" (`ir.algorithm`).
+    gradients: "sums" adds up those of each parameter over dp; "factors" gathers, for linear operators where that is
+    less, the rows of their inputs and of their results' gradients, of which each rank makes the whole gradient itself.
+    routing, check, part: as in `parallelize`.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, dp=dp, tp=tp, pp=pp, zero=zero,
         hsdp=hsdp, cp=cp, ep=ep, microbatches=microbatches, chunks=chunks, layers=layers, routing=routing,
     )  # fmt: skip
     template_axes(checked(mesh), dp, tp, pp, hsdp, cp, ep, exchange)  # refused before the model is traced
-    check_hsdp(mesh, pp, hsdp, zero)
+    check_hsdp(mesh, pp, hsdp)
     check_context(mesh, cp, context)
+    check_gradients(gradients, pp, mesh.is_homogeneous)
     check_offload(offload, mode, mesh, optimizer)
     template_ranks(mesh, pp, chunks, schedule)
     meets = None if algorithm is None else parse_algorithm(algorithm, "dp")
     if meets is not None:
-        check_goes_alone(algorithm, {"part": part or None})
+        check_goes_alone(algorithm, {"part": part or None, "gradients": None if gradients == "sums" else gradients})
     if part:
         loss_fn = stand_in_loss(loss_fn, mode, {})
         require_one_piece(pp, microbatches)
@@ -336,7 +350,8 @@ def template_plan(
         graph, mesh, dp=dp, tp=tp, pp=pp,
         microbatches=microbatches, schedule=schedule, chunks=chunks, layers=layers, sequence_parallel=sequence_parallel,
         zero=zero, hsdp=hsdp, cp=cp, context=context, ep=ep, exchange=exchange, exchange_chunks=exchange_chunks,
-        experts=experts, replicas=replicas, recompute=recompute, offload=offload, split=split, mode=mode,
+        experts=experts, replicas=replicas, recompute=recompute, offload=offload, split=split, gradients=gradients,
+        mode=mode,
         optimizer=optimizer, precision=precision, memory_limit=memory_limit,
     )  # fmt: skip
     if meets is not None:

@@ -115,13 +115,17 @@ def microbatch_counts(graph: Graph, request: Request) -> Iterator[int]:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A logical mesh for the graph of one microbatch. The problem is built once, whatever limits are asked for."""
+    """A logical mesh for the graph of one microbatch. The problem is built once, whatever limits are asked for.
+
+    by_factors: gradients of weights may meet as factors (`ops.factors`), where that sends less.
+    """
 
     part: DividedGraph
     axes: LogicalMesh
     request: Request
     profile: Profile
     sends: Sends | None = None
+    by_factors: bool = False
 
     def fit(self, seconds: float, limit: int | None = None, floor: int = 0) -> Plan:
         """The best plan whose simulated peak fits; solved again under a tighter limit while it does not.
@@ -200,6 +204,7 @@ class Place:
         return prepare_placements(
             self.part.graph, self.part.blocks, self.draft(), self.shared_profile, self._storages,
             (*self.request.constraints, *self.part.constraints), self.part.whole, self.part.copies, self.sends, keep,
+            self.by_factors and self.request.mode == "train",
         )  # fmt: skip
 
     @cached_property
@@ -212,7 +217,8 @@ class Place:
         """All options of each decision. Raises InfeasibleError where the constraints leave none of one."""
         rules = (*self.request.constraints, *self.part.constraints)
         part = self.part
-        return open_options(part.graph, part.blocks, self.axes, self.costs, self._storages, rules, part.whole)
+        graph, blocks = part.graph, part.blocks
+        return open_options(graph, blocks, self.axes, self.costs, self._storages, rules, part.whole, self.by_factors)
 
     def work_ns(self, profile: Profile) -> Mapping[str, int]:
         """By operator, what a device computes of it in a step at least: each in its fastest strategy, nothing sent."""

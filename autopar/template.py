@@ -32,6 +32,9 @@ DATA = ("dp", "hsdp", "ep_nodes", "ep")
 expert parallelism, ranks with experts of their own."""
 
 
+GRADIENTS = SUMS, FACTORS = "sums", "factors"
+"""How gradients of parameters meet: all as sums, or those of linear operators as factors where that sends less."""
+
 CONTEXTS = get_args(Context)
 """How attention over positions that are split may run."""
 
@@ -73,12 +76,10 @@ def template_ranks(mesh: Mesh, pp: int, chunks: int, schedule: str) -> tuple[int
     return tuple(row.in_turn(firsts, chunks if row.has_chunks else 1))
 
 
-def check_hsdp(mesh: Mesh, pp: int, hsdp: int, zero: int) -> None:
-    """That there is something to shard among so many ranks, whose batches are equal. Raises PlanError."""
+def check_hsdp(mesh: Mesh, pp: int, hsdp: int) -> None:
+    """That the batches of so many neighbours are equal. Raises PlanError."""
     if hsdp > 1 and pp == 1 and not mesh.is_homogeneous:
         raise PlanError(f"expected devices of one kind, or stages, with hsdp={hsdp}, found {mesh}")
-    if hsdp > 1 and zero == 0:
-        raise PlanError(f"expected zero as 1, 2 or 3 with hsdp={hsdp}, which says among how many ranks, found 0")
 
 
 def check_context(mesh: Mesh, cp: int, context: str) -> None:
@@ -87,6 +88,17 @@ def check_context(mesh: Mesh, cp: int, context: str) -> None:
         raise PlanError(f"expected context as one of {', '.join(CONTEXTS)}, found {context!r}")
     if cp > 1 and not mesh.is_homogeneous:
         raise PlanError(f"expected devices of one kind with cp={cp}, found {mesh}; use cp=1")
+
+
+def check_gradients(gradients: str, pp: int, is_homogeneous: bool) -> None:
+    """That gradients meet in a way that there is; as factors in one stage, of equal devices. Raises PlanError."""
+    if gradients not in GRADIENTS:
+        raise PlanError(f"expected gradients as one of {', '.join(GRADIENTS)}, found {gradients!r}")
+    if gradients == FACTORS and (pp > 1 or not is_homogeneous):
+        found = f"pp={pp}" if pp > 1 else "devices of several kinds"
+        raise PlanError(
+            f'expected one stage on devices of one kind with gradients="factors", found {found}; use "sums"'
+        )
 
 
 def check_offload(offload: str, mode: str, mesh: Mesh, optimizer: str | None) -> None:
@@ -149,7 +161,7 @@ def template_copied_out(graph: Graph, repeated: Sequence[str], offload: str) -> 
 def template_constraints(
     graph: Graph, axes: LogicalMesh, zero: int, sequence_parallel: bool, block_paths: tuple[str, ...],
     batch: Mapping[str, Type], sequence: Mapping[str, Type] | None = None, context: str = "gather",
-    sharing: Sequence[str] = (), kept: SomeBlocks | None = None, sliced: str = "",
+    sharing: Sequence[str] = (), kept: SomeBlocks | None = None, sliced: str = "", gradients: str = SUMS,
 ) -> list[Constraint]:  # fmt: skip
     """The constraints of a template on its axes.
 
@@ -160,7 +172,9 @@ def template_constraints(
     parameters as on dp. tp: matrices are sharded where a dim divides (Megatron's column and row pairs then cost least),
     parameters stored as used; with sequence parallel, activations between blocks prefer to be split. sharing: the axes
     that share the experts; kept: which results stand for equal ones; sliced: an axis whose ranks have slices of them.
+    gradients: how those of parameters meet on dp and hsdp (`GRADIENTS`).
     """
+    meeting = ("I",) if gradients == FACTORS else ()
     names = [axis.name for axis in axes]
     num_ranks = math.prod(axis.size for axis in axes if axis.name in DATA)
     sharded = "hsdp" if "hsdp" in names else "dp"
@@ -176,8 +190,8 @@ def template_constraints(
         is_sharded = zero > 0 and data in (sharded, "ep_nodes", "ep")
         stored = ("S",) if is_sharded else ("I", "R")  # R: a frozen parameter has no gradient to keep whole
         whole = [
-            Constraint("*", ("R",), what="used", axis=data, min_dims=2),
-            Constraint("*", ("R", "P"), what="used", axis=data),
+            Constraint("*", ("R", *meeting), what="used", axis=data, min_dims=2),
+            Constraint("*", ("R", "P", *meeting), what="used", axis=data),
             Constraint("*", stored, what="stored", axis=data, soft=is_sharded, zero=zero if is_sharded else None),
         ]
         found += [Constraint(name, given(name), what="input", axis=data) for name in graph.inputs]

@@ -24,7 +24,8 @@ a node has added up goes on while the next bytes are added. Of two nodes each se
 as a leaf of either tree: b/m·β.
 
 Hierarchical: reduce-scatter inside the nodes, all-reduce across on 1/m of the bytes, all-gather inside
-(BlueConnect, MLSys'19). Two-level all-to-all: inside the nodes, then between the ranks of equal place (TUTEL,
+(BlueConnect, MLSys'19), as NCCL has it; gloo's rings and trees know no nodes, where a plan sums gradients by levels
+itself (`sum_ns`). Two-level all-to-all: inside the nodes, then between the ranks of equal place (TUTEL,
 MLSys'23).
 A ring over several nodes uses the adapters of all its m ranks in a node, so it crosses at m times one adapter's
 bandwidth, or at the speed inside the node if that is less (NCCL's channels).
@@ -47,7 +48,14 @@ from autopar.cost.profile import ACROSS, INSIDE, LEVELS, CollectivePoints, Link,
 from autopar.cost.seen import Ratios, in_order, log_factor
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Axis, Placement, Shape
-from autopar.ir.redistribution import ItemSize, Step, apply, cheapest_path, transfer_bytes
+from autopar.ir.redistribution import (
+    ItemSize,
+    Step,
+    apply,
+    cheapest_path,
+    gradient_collectives,
+    transfer_bytes,
+)
 
 
 class Wire(NamedTuple):
@@ -277,6 +285,8 @@ def _logarithms(points: tuple[tuple[int, int], ...]) -> tuple[list[float], list[
 def modelled_ns(kind: str, num_bytes: int, group: Group, profile: Profile) -> float:
     """The cheapest algorithm's time by its α-β formula; parts inside a node as the profile has measured them."""
     options = _ALGORITHMS[kind](num_bytes, group)
+    if profile.device_type != "cuda" and kind != "all_to_all":
+        options = options[:1]
     if kind == "all_reduce" and (group.inside == 1 or group.nodes == 1 or profile.device_type != "cuda"):
         options.append(group.ring.time_ns(2 * _rounds(group.ranks), 2 * num_bytes, num_bytes))
     elif kind == "all_reduce":
@@ -375,6 +385,19 @@ def step_time_ns(
         for transfer, size in zip(step.transfers, sizes, strict=True)
     )
     return forward, backward
+
+
+@lru_cache(maxsize=1 << 16)
+def sum_ns(
+    steps: tuple[Step, ...], num_bytes: int, axes: LogicalMesh, devices_per_node: int, profile: Profile
+) -> int:  # fmt: skip
+    """Nanoseconds of the sum at the begin of a gradient's way home, of so many bytes: by levels, or along one axis
+    after another, as the last of its steps say."""
+    last = [step for step in steps if (step.before.kind, step.after.kind) == ("I", "R")]
+    sent = gradient_collectives(last, [(0, num_bytes)] * len(last), axes)
+    return sum(
+        collective_time_ns(one.collective, one.num_bytes, axes[one.axis], devices_per_node, profile) for one in sent
+    )
 
 
 class Route(NamedTuple):

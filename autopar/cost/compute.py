@@ -69,6 +69,29 @@ def split_backward_ns(
     return (times[0] + branch[0], times[1] + branch[1]), (issues[0], issues[1])
 
 
+def gathered_ns(
+    node: Node,
+    operand_shapes: tuple[Shape, ...],
+    result_shapes: tuple[Shape, ...],
+    tensors: Mapping[str, Tensor],
+    times: int,
+    profile: Profile,
+) -> tuple[int, int]:
+    """Nanoseconds (forward, backward) that an operator takes longer where each rank makes the gradients of what is
+    stored of the rows of so many ranks: those products, a function of the runtime's, and the copy that is sent."""
+    own = node_call(node, operand_shapes, result_shapes, tensors)
+    own = own._replace(differentiable=(False, *own.differentiable[1:]))
+    rows, *others = operand_shapes
+    every = own._replace(
+        operand_shapes=((times * rows[0], *rows[1:]), *others),
+        result_shapes=tuple((times * shape[0], *shape[1:]) for shape in result_shapes),
+    )
+    forward, backward = profile.runtime.function_ns if profile.runtime else (0, 0)
+    copied = copy_time_ns(own.operand_bytes[0] + own.result_bytes, profile)
+    longer = max(0, call_time_ns(every, profile)[1] - call_time_ns(own, profile)[1])
+    return forward, backward + copied + longer
+
+
 def flops(node: Node, operand_shapes: tuple[Shape, ...], result_shapes: tuple[Shape, ...]) -> int:
     """Forward floating-point operations of one operator on local shapes."""
     sizes = tuple(4 for _ in operand_shapes), tuple(4 for _ in result_shapes)

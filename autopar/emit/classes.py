@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 from collections import Counter, defaultdict
@@ -125,6 +126,8 @@ class ClassWriter:
             parts.append("regather=True")
         elif storage.reduce_each_microbatch:
             parts.append("reduce_each_microbatch=True")
+        if any(step.parts > 1 for planned in self.planned[stored.tensor] for step in planned.steps):
+            parts.append("by_levels=True")
         if storage.on_host:
             parts.append("on_host=True")
         if not stored.requires_grad:
@@ -228,13 +231,14 @@ class ClassWriter:
 
     def part_methods(self, module: Module) -> list[str]:
         """The methods of a module that run on some ranks alone, and those that the backward pass runs again."""
-        lines = []
+        lines, told = [], set(self.again.names(module).values())
         for name, regions in (
             ("branch", [region for region in module.regions if region.home is not None]),
             ("again", [region for region in module.regions if region.is_again]),
         ):
-            for number, region in enumerate(regions):
-                lines += ["", *self._forward(region, f"{name}_{number}")]
+            free = (f"{name}_{number}" for number in itertools.count() if f"{name}_{number}" not in told)
+            for region, method in zip(regions, free, strict=False):
+                lines += ["", *self._forward(region, method)]
         return lines
 
     def _constants(self, region: Region, method: str) -> list[str]:

@@ -31,10 +31,12 @@ from autopar.ir.placement import I, Placement, R, Type, leaves_none_empty, of_ne
 from autopar.ir.plan import NodePlan, Storage
 from autopar.ir.structure import has_own_backward
 from autopar.ops import call_key
+from autopar.ops.factors import may_pay, meets, pays
 from autopar.selection.problem import INFINITE, Problem
 
 Matrix = npt.NDArray[np.int64]
 SOFT_PENALTY_NS = 10**12
+ASKED, PAYING = "asked", "paying"  # why a weight's gradient may meet as factors
 
 
 class Costs(Protocol):
@@ -97,14 +99,18 @@ def build(
     whole: Graph | None = None,
     copies: Mapping[str, int] | None = None,
     keep: Mapping[str, KeptParameter] | None = None,
+    by_factors: bool = False,
 ) -> Built:
     """Raises InfeasibleError naming the node whose strategies the shapes or constraints leave none of.
 
     `whole`: the graph of the step, when `graph` is that of one of its microbatches. `copies`: how many equal nodes or
     stored tensors one stands for, by name, where not one. `keep`: options of stored tensors that stay though others
-    are better in every way.
+    are better in every way. by_factors: gradients of weights may meet as factors, where that sends less; where a
+    constraint asks for it, they may anyway.
     """
-    builder = _Builder(graph, blocks, axes, costs, storage_options, constraints, whole, copies or {}, keep or {})
+    builder = _Builder(
+        graph, blocks, axes, costs, storage_options, constraints, whole, copies or {}, keep or {}, by_factors
+    )
     return builder.build(memory_limit)
 
 
@@ -122,21 +128,22 @@ class Options:
 
 def open_options(
     graph: Graph, blocks: Representatives, axes: LogicalMesh, costs: Costs, storage_options: StorageOptions,
-    constraints: Sequence[Constraint], whole: Graph | None,
+    constraints: Sequence[Constraint], whole: Graph | None, by_factors: bool = False,
 ) -> Options:  # fmt: skip
     """All options of each decision, those that a solver may leave out as dominated, too; nothing is priced.
 
-    Raises InfeasibleError as `build` does.
+    by_factors: as in `build`. Raises InfeasibleError as `build` does.
     """
-    return _Builder(graph, blocks, axes, costs, storage_options, constraints, whole, {}, {}).options()
+    return _Builder(graph, blocks, axes, costs, storage_options, constraints, whole, {}, {}, by_factors).options()
 
 
 class _Builder:
     def __init__(
         self, graph: Graph, blocks: Representatives, axes: LogicalMesh, costs: Costs,
         storage_options: StorageOptions, constraints: Sequence[Constraint], whole: Graph | None,
-        copies: Mapping[str, int], keep: Mapping[str, KeptParameter],
+        copies: Mapping[str, int], keep: Mapping[str, KeptParameter], by_factors: bool,
     ) -> None:  # fmt: skip
+        self.by_factors = by_factors
         self.whole, self.copies, self.keep = whole, copies, keep
         self.graph, self.blocks, self.axes, self.costs = graph, blocks, axes, costs
         self.storage_options, self.rules = storage_options, ConstraintIndex(constraints)
@@ -278,10 +285,28 @@ class _Builder:
 
     def _enumerated(self, node: Node) -> Strategies:
         """Before constraints; found once for calls of the graph that are alike, whatever axes are called."""
-        key = call_key(self.graph, node), None if self.whole is None else call_key(self.whole, node)
+        meeting = self._meeting(node) if meets(node) else ""
+        key = call_key(self.graph, node), None if self.whole is None else call_key(self.whole, node), meeting
         if key not in self._alike:
-            self._alike[key] = tuple(enumerate_strategies(self.graph, node, self.axes, self.whole))
+            found = enumerate_strategies(self.graph, node, self.axes, self.whole, bool(meeting))
+            self._alike[key] = tuple(found if meeting == ASKED else self._paying(node, found) if meeting else found)
         return self._alike[key]
+
+    def _meeting(self, node: Node) -> str:
+        """Whether the gradient of a node's weight may meet as factors: since a constraint asks for it, where they may
+        be less than is sent for a sum, or not at all."""
+        stored = self.graph.stored_by_tensor.get(node.operands[1])
+        if stored is None or not stored.requires_grad:
+            return ""
+        rules = self._matching("used", (stored.name,), self.graph.tensors[stored.tensor])
+        if any(rule.permits(I) and not rule.permits(R) for rule in rules):
+            return ASKED
+        return PAYING if self.by_factors and may_pay(self.whole or self.graph, node) else ""
+
+    def _paying(self, node: Node, found: Sequence[Strategy]) -> list[Strategy]:
+        whole = (self.whole or self.graph).tensors[node.operands[0]].shape
+        microbatches = math.prod(whole) // max(1, math.prod(self.graph.tensors[node.operands[0]].shape))
+        return [one for one in found if pays(self.graph, node, microbatches, one.operands, self.axes)]
 
     def _strategies(self, node: Node) -> tuple[Strategies, list[int]]:
         options = self._enumerated(node)

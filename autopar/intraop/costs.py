@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Hashable, Mapping
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.cost import Profile, collective_time_ns, node_time_ns
-from autopar.cost.compute import pointwise_time_ns
+from autopar.cost.collectives import Route, sum_ns
+from autopar.cost.compute import gathered_ns, pointwise_time_ns
 from autopar.cost.inside import inner_time_ns
 from autopar.cost.memory import optimizer_moved_bytes, optimizer_state_bytes, saved_values, storage_root
 from autopar.cost.routes import UNREACHABLE, Routes, routes
@@ -20,13 +21,14 @@ from autopar.intraop.recomputed import RecomputedShares
 from autopar.intraop.strategies import Strategies, Strategy
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh, unnamed_text
-from autopar.ir.placement import Axis, Placement, local_shape
+from autopar.ir.placement import Axis, I, Placement, R, local_shape
 from autopar.ir.plan import Storage
-from autopar.ir.redistribution import Step
+from autopar.ir.redistribution import Step, by_levels
 from autopar.ir.structure import folded_tensors
 from autopar.ops import call_key
-from autopar.ops.communication import inner_communication, worked_shapes
+from autopar.ops.communication import gathered_rows, inner_communication, worked_shapes
 from autopar.ops.saved import Extra, Saved
+from autopar.runtime.packing import LONE_BYTES
 from autopar.selection.problem import NO_PATH_NS
 
 Times = npt.NDArray[np.int64]
@@ -117,6 +119,9 @@ class ProfiledCosts:
         results = self._shapes(node.results, strategy.results)
         operands = worked_shapes(node, operands, strategy.operands, self.axes)
         forward, backward = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
+        if self.train and (times := gathered_rows(node, strategy.operands, self.axes)) > 1:
+            longer = gathered_ns(node, operands, results, self.graph.tensors, times, self.profile)
+            forward, backward = forward + longer[0], backward + longer[1]
         inner, inner_back = self._inner_ns(node, strategy, (forward, backward))
         return forward + (backward if self.train else 0) + inner + inner_back, forward + inner
 
@@ -278,9 +283,36 @@ class ProfiledCosts:
         return self.microbatches if storage.regather or storage.reduce_each_microbatch else 1
 
     def steps(self, tensor: Tensor, source: Placement, target: Placement) -> tuple[Step, ...] | None:
-        """The redistribution whose time the costs count; None when there is none."""
+        """The redistribution whose time the costs count; None when there is none. The gradient of a parameter is summed
+        over several axes by levels where that takes less."""
         route = self._routes(tensor).route(source, target)
-        return None if route is None else route.steps
+        if route is None:
+            return None
+        return self._by_levels(tensor, source, target, route) or route.steps
+
+    def _by_levels(self, tensor: Tensor, source: Placement, target: Placement, route: Route) -> tuple[Step, ...] | None:
+        """The steps of a parameter whose gradient is summed by levels at the begin of its way home, where that is
+        cheaper than the route; None else."""
+        summed = [place for place, pair in enumerate(zip(source, target, strict=True)) if pair == (I, R)]
+        stored = self.graph.stored_by_tensor.get(tensor.name)
+        if len(summed) < 2 or stored is None or stored.kind != "parameter":
+            return None
+        if not (tensor.differentiable and self.train) or any(axis.shares for axis in self.axes):
+            return None
+        before = tuple(I if place in summed else type_ for place, type_ in enumerate(target))
+        first = self._routes(tensor).route(source, before)
+        plain = (*(first.steps if first else ()), *(Step(place, I, R) for place in summed))
+        levels = by_levels(plain, self.axes) if first else None
+        if first is None or levels is None:
+            return None
+        num_bytes = math.prod(self._local(tensor.shape, before)) * self.graph.itemsizes(tensor.name)[1]
+        times = partial(sum_ns, axes=self.axes, devices_per_node=self.devices_per_node, profile=self.profile)
+        if num_bytes < LONE_BYTES:  # it travels with others, as long as the least that travels alone
+            is_faster = times(levels, LONE_BYTES) < times(plain, LONE_BYTES)
+        else:
+            own_ns = first.forward_ns + first.backward_ns + times(levels, num_bytes)
+            is_faster = own_ns < route.forward_ns + route.backward_ns
+        return levels if is_faster else None
 
     def _routes(self, tensor: Tensor) -> Routes:
         differentiable = tensor.differentiable and self.train

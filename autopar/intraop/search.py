@@ -42,17 +42,18 @@ class LeastMemory:
 def prepare_placements(
     graph: Graph, blocks: Representatives, draft: Plan, profile: Profile, storage_options: StorageOptions,
     constraints: Sequence[Constraint] = (), whole: Graph | None = None, copies: Mapping[str, int] | None = None,
-    sends: Sends | None = None, keep: Mapping[str, KeptParameter] | None = None,
+    sends: Sends | None = None, keep: Mapping[str, KeptParameter] | None = None, by_factors: bool = False,
 ) -> Placements:  # fmt: skip
     """The problem of choosing every placement for the draft (mesh, axes, microbatches, mode, optimizer).
 
     `whole`: the graph of the step, when `graph` is that of one of its microbatches. `copies`: how many equal nodes or
     stored tensors one stands for, by name, where not one. `sends`: what other stages are sent. `keep`: options of
-    stored tensors that stay though others are better in every way.
+    stored tensors that stay though others are better in every way. by_factors: as in `builder.build`.
     Raises InfeasibleError when the constraints leave no strategy.
     """
     costs = costs_of(graph, draft, profile, sends)
-    built = build(graph, blocks, draft.stage.axes, costs, storage_options, constraints, None, whole, copies, keep)
+    axes = draft.stage.axes
+    built = build(graph, blocks, axes, costs, storage_options, constraints, None, whole, copies, keep, by_factors)
     entries = sum(matrix.size for matrix in built.problem.edge_costs)
     worked(BUILD_S + BUILD_NODE_S * len(graph.nodes) + BUILD_ENTRY_S * entries)
     return Placements(graph, blocks, draft, costs, built)

@@ -18,6 +18,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import I, P, Placement, R, leaves_none_empty
 from autopar.ops import axis_rules, shape_error
+from autopar.ops.factors import without_factors
 from autopar.ops.notation import AxisRule
 
 
@@ -36,12 +37,15 @@ class Strategy:
 Strategies = tuple[Strategy, ...]
 
 
-def enumerate_strategies(graph: Graph, node: Node, axes: LogicalMesh, whole: Graph | None = None) -> list[Strategy]:
+def enumerate_strategies(
+    graph: Graph, node: Node, axes: LogicalMesh, whole: Graph | None = None, by_factors: bool = False
+) -> list[Strategy]:
     """All strategies of a node whose local shapes exist. `whole`: the graph of the step, when this is a microbatch's.
+    by_factors: with those whose weight's gradient meets as factors (`ops.factors`).
 
     Rules are those of the whole: a microbatch of one sample would let a reshape move slices that others forbid.
     """
-    per_axis = [_useful_rules(whole or graph, node) for _ in axes]
+    per_axis = [_useful_rules(whole or graph, node, by_factors) for _ in axes]
     found = []
     shapes = [graph.tensors[name].shape for name in (*node.operands, *node.results)]
     long_enough = cache(lambda shape, placement: leaves_none_empty(shape, placement, axes))
@@ -56,11 +60,12 @@ def enumerate_strategies(graph: Graph, node: Node, axes: LogicalMesh, whole: Gra
     return found
 
 
-def _useful_rules(graph: Graph, node: Node) -> Sequence[AxisRule]:
+def _useful_rules(graph: Graph, node: Node, by_factors: bool) -> Sequence[AxisRule]:
     """The node's rules but those that hold a weight as summands, which nothing can gain from."""
     if not node.operands:
         return [AxisRule((), (R,) * len(node.results))]
-    rules = axis_rules(graph, node)
+    every = axis_rules(graph, node)
+    rules = every if by_factors else without_factors(node, every)
     return [rule for rule in rules if not _sums_weight(graph, node, rule)]
 
 

@@ -9,6 +9,7 @@ its own; the table states it because the cost model prices it.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -46,11 +47,16 @@ TABLE: dict[tuple[str, str], tuple[RowCollective, RowCollective]] = {
 
 
 class Step(NamedTuple):
-    """One row of the table applied on one mesh axis (by position in the logical mesh)."""
+    """One row of the table applied on one mesh axis (by position in the logical mesh).
+
+    parts: above 1, of the last steps of a parameter, all I → R: the sum of its gradient over their axes goes by levels
+    (`gradient_collectives`), for which its elements are padded to that many equal parts.
+    """
 
     axis: int
     before: Type
     after: Type
+    parts: int = 1
 
     @property
     def transfers(self) -> tuple[RowCollective, RowCollective]:
@@ -130,6 +136,7 @@ def transfer_bytes(
     count = _padded(whole, sharded, axes[step.axis])
     if step.before.kind == "S" and step.after.kind == "S":
         count = _all_to_all_elements(whole, step, axes[step.axis])
+    count = -(-count // step.parts) * step.parts
     sizes = itemsize if isinstance(itemsize, tuple) else (itemsize, itemsize)
     return (count * sizes[0] if forward.collective else 0, count * sizes[1] if backward.collective else 0)
 
@@ -174,3 +181,59 @@ def _candidates(placement: Placement, source: Placement, target: Placement) -> l
             if is_legal(step, placement) and not (after == P and target[axis] != P):
                 steps.append(step)
     return sorted(steps)
+
+
+# Sums by levels ----------------------------------------
+
+
+class SentOn(NamedTuple):
+    """A collective on a mesh axis, by position, and its bytes."""
+
+    collective: str
+    axis: int
+    num_bytes: int
+
+
+def by_levels(steps: Sequence[Step], axes: tuple[Axis, ...]) -> tuple[Step, ...] | None:
+    """A parameter's steps with the sum of its gradient by levels; None where it is summed over fewer than two axes.
+
+    Backward, the last step comes first: over all axes but that of the run's first step it is scattered.
+    """
+    run = _last_sums(steps)
+    real = [step for step in run if axes[step.axis].size > 1]
+    if len(real) < 2:
+        return None
+    parts = math.prod(axes[step.axis].size for step in real[1:])
+    return (*steps[: len(steps) - len(run)], *(step._replace(parts=parts) for step in run))
+
+
+def _last_sums(steps: Sequence[Step]) -> Sequence[Step]:
+    count = 0
+    while count < len(steps) and (steps[-1 - count].before.kind, steps[-1 - count].after.kind) == ("I", "R"):
+        count += 1
+    return steps[len(steps) - count :]
+
+
+def gradient_collectives(
+    steps: Sequence[Step], sizes: Sequence[tuple[int, int]], axes: tuple[Axis, ...]
+) -> list[SentOn]:  # fmt: skip
+    """What a gradient's way home sends, in order. sizes: bytes of each step, forward and backward.
+
+    By levels, inner axes first: reduce-scatter along each but the last, all-reduce of one part along that, all-gather
+    back along the others (BlueConnect, MLSys'19, section 3).
+    """
+    found: list[SentOn] = []
+    rows = [(step, size[1]) for step, size in zip(steps, sizes, strict=True) if size[1] and axes[step.axis].size > 1]
+    levels = [(step, size) for step, size in reversed(rows) if step.parts > 1]
+    if levels:
+        *inner, (last, num_bytes) = levels
+        whole = list[SentOn]()
+        for step, _ in inner:
+            whole.append(SentOn("all_gather", step.axis, num_bytes))
+            found.append(SentOn("reduce_scatter", step.axis, num_bytes))
+            num_bytes //= axes[step.axis].size
+        found += [SentOn("all_reduce", last.axis, num_bytes), *reversed(whole)]
+    for step, num_bytes in reversed(rows[: len(rows) - len(levels)]):
+        if collective := step.transfers[1].collective:
+            found.append(SentOn(collective, step.axis, num_bytes))
+    return found

@@ -104,11 +104,16 @@ def _stage_to_json(stage: Stage) -> dict[str, Any]:
             for name, node in stage.nodes.items()
         },
         "redistributes": [
-            [r.tensor, format_placement(r.target), [[s.axis, str(s.before), str(s.after)] for s in r.steps]]
+            [r.tensor, format_placement(r.target), [_step_to_json(step) for step in r.steps]]
             for r in stage.redistributes
         ],
         "forks": [[fork.axis, [[b.coordinate, list(b.nodes)] for b in fork.branches]] for fork in stage.forks],
     }
+
+
+def _step_to_json(step: Step) -> list[Any]:
+    """[axis, before, after], and the parts of a sum by levels."""
+    return [step.axis, str(step.before), str(step.after), *([step.parts] if step.parts > 1 else [])]
 
 
 def _axis_to_json(axis: Axis) -> list[Any]:
@@ -189,7 +194,7 @@ def _stage(data: dict[str, Any]) -> Stage:
 
 
 def _step(row: list[Any]) -> Step:
-    return Step(row[0], parse_type(row[1]), parse_type(row[2]))
+    return Step(row[0], parse_type(row[1]), parse_type(row[2]), *row[3:])
 
 
 def _choice(row: list[Any]) -> Choice:

@@ -39,7 +39,7 @@ from autopar.ir.recompute import (
     refusal_again,
     tensors_again,
 )
-from autopar.ir.redistribution import apply, is_legal
+from autopar.ir.redistribution import apply, by_levels, is_legal
 from autopar.ir.shares import check_axes_with_shares, check_shares
 from autopar.ir.stages import check_stages, stage_graph
 from autopar.ir.structure import block_paths
@@ -282,8 +282,37 @@ def _check_steps(graph: Graph, stage: Stage, placements: dict[str, Placement], r
         if not _dims_exist(graph.tensors[name], placement, stage.axes):
             dims = len(graph.tensors[name].shape)
             raise PlacementError(f"{where}: expected dims of a tensor that has {dims}, found {_text(placement)}")
+    _check_levels(graph, stage, redistribute, where)
     if placement != redistribute.target:
         raise PlacementError(f"{where}: expected its steps to end there, found {_text(placement)}")
+
+
+def _check_levels(graph: Graph, stage: Stage, redistribute: Redistribute, where: str) -> None:
+    """That what is summed by levels is a parameter's gradient, over all of the last axes that it is summed over."""
+    if all(step.parts == 1 for step in redistribute.steps):
+        return
+    plain = tuple(step._replace(parts=1) for step in redistribute.steps)
+    stored = graph.stored_by_tensor.get(redistribute.tensor)
+    if stored is None or stored.kind != "parameter" or any(axis.shares for axis in stage.axes):
+        raise PlacementError(
+            f"{where}: expected a sum by levels of a parameter's gradient, over equal ranks, found none"
+        )
+    others = (other.steps for other in stage.redistributes if other.tensor == redistribute.tensor)
+    if any(by_levels(steps, stage.axes) and all(step.parts == 1 for step in steps) for steps in others):
+        raise PlacementError(
+            f"{where}: expected all uses of a parameter to sum its gradient by levels, found one not to"
+        )
+    if stage.storage[redistribute.tensor].on_host:
+        raise PlacementError(
+            f"{where}: expected a parameter kept on its device where its gradient is summed by levels, found it on the "
+            "host; shard it (zero=1 or more), or take one data-parallel axis"
+        )
+    if redistribute.steps != by_levels(plain, stage.axes):
+        found = ", ".join(f"{step.before} -> {step.after} in {step.parts}" for step in redistribute.steps)
+        raise PlacementError(
+            f"{where}: expected a sum by levels over two axes at least, in as many parts as ranks of all its axes but "
+            f"that of its first step, found {found}"
+        )
 
 
 def _reader(graph: Graph, stage: Stage, redistribute: Redistribute) -> str:

@@ -16,11 +16,12 @@ def inner_communication(
     graph: Graph, node: Node, operands: tuple[Placement, ...], axes: tuple[Axis, ...], trains: bool = True
 ) -> Sent:
     """What a node sends with operands so placed, each time it runs: forward and backward."""
-    inside = operator(node.op).inside
+    row = operator(node.op)
+    inside = row.inside
     if inside is None or not any(type_.kind == "S" for placement in operands for type_ in placement):
         return [], []
     forward, backward = inside(call_of(graph, node), operands, axes)
-    backward = backward if trains and graph.tensors[node.operands[0]].differentiable else []
+    backward = backward if trains and graph.tensors[node.operands[row.sends_for]].differentiable else []
     return _real(forward, axes), _real(backward, axes)
 
 
@@ -49,3 +50,9 @@ def worked_shapes(
     """Shapes of the operands on one rank by which its work is counted: their own, but where ranks work for others."""
     worked = operator(node.op).worked
     return shapes if worked is None else worked(shapes, operands, axes)
+
+
+def gathered_rows(node: Node, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> int:
+    """Of how many ranks' rows each rank makes the gradients of what is stored; 1: of its own."""
+    gathered = operator(node.op).gathered
+    return 1 if gathered is None else gathered(operands, axes)

@@ -135,7 +135,7 @@ def in_copies(graph: Graph, plan: Plan, algorithm: Algorithm) -> Plan:
             continue
         axis = names.index(algorithm.axis)
         told = tuple(
-            replace(item, steps=(Step(axis, I, R), *(step for step in item.steps if step.axis != axis)))
+            replace(item, steps=(Step(axis, I, R), *(s._replace(parts=1) for s in item.steps if s.axis != axis)))
             if item.tensor in trained and _comes_home(item, stage, axis) else item
             for item in stage.redistributes
         )  # fmt: skip

@@ -31,6 +31,10 @@ WorkedRule = Callable[[tuple[Shape, ...], tuple[Placement, ...], tuple[Axis, ...
 """Of local shapes of the operands, by where these lie."""
 
 
+GatheredRule = Callable[[tuple[Placement, ...], tuple[Axis, ...]], int]
+"""By where the operands lie, on which axes."""
+
+
 class Groups(NamedTuple):
     """Channels in groups: the argument that says in how many, and which dim of the result the channels are."""
 
@@ -55,11 +59,13 @@ class Operator:
     workspace: WorkspaceRule | None = None  # memory that it takes for a while
     lowered: LoweredRule | None = None  # both, where the runtime has a function for it
     worked: WorkedRule | None = None  # shapes by which its work is counted, where ranks do some of each other's
+    gathered: GatheredRule | None = None  # of how many ranks' rows each makes gradients of what is stored
     is_view: bool = False  # its results share the memory of the first operand
     passes: PassRule | None = None  # which operands' gradients are the result's own
 
     # Ranks
     inside: SendRule | None = None  # collectives inside
+    sends_for: int = 0  # the operand for whose gradient it sends in the backward pass
     passes_when_split: tuple[int, int] | None = None  # over the activation, where it communicates; else as `work` says
     local: LocalRule | None = None  # the runtime's function that it calls, where its placements ask for one
     size: str = ""  # the argument that holds the shape of the result
@@ -79,5 +85,5 @@ class Operator:
         """What holds of an operator's other overloads: all but what speaks of arguments that these need not have."""
         return replace(
             self, rule=None, linear="", limits=(), inside=None, local=None, groups=None, counts_samples=None,
-            mixes_samples=None,
+            mixes_samples=None, gathered=None,
         )  # fmt: skip

@@ -21,6 +21,15 @@ from autopar.ops.context import CONTEXT
 from autopar.ops.dropout import RANDOMNESS
 from autopar.ops.embedding import EMBEDDINGS
 from autopar.ops.experts import EXPERTS
+from autopar.ops.factors import (
+    LINEAR,
+    factor_rules,
+    factors_error,
+    factors_memory,
+    local_linear,
+    num_gathered,
+    sent_for_factors,
+)
 from autopar.ops.functions import FUNCTIONS
 from autopar.ops.indexing import INDEXING
 from autopar.ops.long_tail import LONG_TAIL
@@ -48,6 +57,12 @@ def pointwise(call: Call) -> list[AxisRule]:
     words = " ".join(word for word in partial.split() if len(word) == count)
     text = ", ".join(["..."] * count) + " -> " + ", ".join(["..."] * len(call.node.results))
     return einsum_rules(text, call.operand_shapes, call.result_shapes, words)
+
+
+def linear(call: Call) -> list[AxisRule]:
+    """Rows, features, and what is summed; or rows whose weight's gradient meets as factors."""
+    rules = Entry("... k, n k, n -> ... n", "PRP RPP", additive=(2,))(call)
+    return [*rules, *factor_rules(call)]
 
 
 def matmul(call: Call) -> list[AxisRule]:
@@ -122,7 +137,10 @@ OPERATORS: dict[str, Operator] = {
     **RANDOMNESS,
     **STATISTICS,
     # contractions
-    "aten.linear.default": kinds.LINEAR.by(Entry("... k, n k, n -> ... n", "PRP RPP", additive=(2,))),
+    LINEAR: kinds.LINEAR.by(
+        linear, inside=sent_for_factors, sends_for=1, gathered=num_gathered, local=local_linear,
+        limits=(factors_error,), lowered=factors_memory,
+    ),
     "aten.mm.default": kinds.PRODUCT.by(Entry("m k, k n -> m n", "PR RP")),
     "aten.bmm.default": kinds.PRODUCT.by(Entry("b m k, b k n -> b m n", "PR RP")),
     "aten.baddbmm.default": kinds.PLUS_PRODUCT.by(plus_product("b m k, b k n -> b m n")),

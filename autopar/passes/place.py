@@ -60,6 +60,6 @@ def _near(asked: Candidate, outline: Outline, front: Front, context: Context) ->
     axes = next((axes for axes in every if sizes_text(axes) == sizes_text(outline.axes)), None)
     if axes is not None:
         part = divided(asked.graph, context.blocks(asked.graph), outline.microbatches)
-        there = Place(part, axes, request, context.profile)
+        there = Place(part, axes, request, context.profile, by_factors=True)
         plan = there.fit(request.budget.seconds)
         yield of_plan(asked, there.outline, plan, partial(part.with_traffic, plan))

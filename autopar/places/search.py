@@ -77,7 +77,7 @@ class PlaceSearch:
         """Those that may have a faster plan than is known."""
         part = divided(self.graph, self.blocks, count)
         meshes = logical_meshes(self.request.mesh)
-        here = [Place(part, axes, self.request, self.profile) for axes in meshes]
+        here = [Place(part, axes, self.request, self.profile, by_factors=True) for axes in meshes]
         here = [there for there in here if self._may_be_faster(there)]
         self.places += here
         return here

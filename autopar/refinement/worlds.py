@@ -41,7 +41,7 @@ class Worlds:
         self.graph, self.blocks, self.request, self.profile, self.plan = graph, blocks, request, profile, plan
         self._places: dict[Outline, Place] = {}
         self._known: dict[Outline, World] = {}
-        self._spaces: dict[tuple[LogicalMesh, int, bool], Space] = {}
+        self._spaces: dict[tuple[LogicalMesh, int, bool, bool], Space] = {}
         self._outline_of: dict[World, Outline] = {}
 
     def outline_of(self, world: World) -> Outline:
@@ -110,6 +110,8 @@ class Worlds:
         """Raises PlanError where there is none."""
         if outline not in self._known:
             place = self.place(Outline((outline.axes,), outline.microbatches))
+            if not (outline.stage_of or isinstance(self.profile, Mapping)):
+                place = replace(place, by_factors=True)
             graph, profile = place.part.graph, place.shared_profile
             staged = partial(self.cut, graph, outline)
             score: Score = CutScore(graph, profile, staged) if outline.stage_of else Incremental(graph, profile)
@@ -124,7 +126,7 @@ class Worlds:
 
     def _space(self, place: Place, recomputes: bool) -> Space:
         """One for all outlines of equal axes and microbatches."""
-        key = place.axes, place.part.microbatches, recomputes
+        key = place.axes, place.part.microbatches, recomputes, place.by_factors
         if key not in self._spaces:
             self._spaces[key] = space_of(place, recomputes)
         return self._spaces[key]

@@ -33,6 +33,7 @@ from autopar.runtime.lowering.cross_entropy import *
 from autopar.runtime.lowering.dropout import *
 from autopar.runtime.lowering.embedding import *
 from autopar.runtime.lowering.experts import *
+from autopar.runtime.lowering.factors import *
 from autopar.runtime.lowering.grouped import *
 from autopar.runtime.lowering.heads import *
 from autopar.runtime.lowering.statistics import *

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -111,12 +112,32 @@ def reduce_scatter(tensors: Sequence[Tensor], dims: Sequence[int], axis: Axis) -
     return results
 
 
-def pack(tensors: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor]]:
-    """Copies the tensors into one flat buffer; returns it and the views that correspond to them."""
+def sum_by_levels(buffer: Tensor, axes: Sequence[Axis]) -> list[Callable[[], comm.Wait]]:
+    """The functions that start a sum over several axes in place, each to be waited for before the next.
+
+    Reduce-scatter along each axis but the last, all-reduce of the part that is left along that, all-gather back. The
+    buffer is flat, and the ranks of all axes but the last cut it in equal parts.
+    """
+    if not axes:
+        return []
+    *inner, last = axes
+    parts = [buffer]
+    for axis in inner:
+        parts.append(buffer.new_empty(parts[-1].numel() // axis.size))
+    levels = list(zip(inner, parts, parts[1:], strict=False))
+    down = [partial(comm.start_reduce_scatter, part, whole, axis) for axis, whole, part in levels]
+    up = [partial(comm.start_all_gather, whole, part, axis) for axis, whole, part in reversed(levels)]
+    return [*down, partial(comm.start_all_reduce, parts[-1], last), *up]
+
+
+def pack(tensors: Sequence[Tensor], parts: int = 1) -> tuple[Tensor | None, list[Tensor]]:
+    """Copies the tensors into one flat buffer, which so many parts divide; returns it and the views that correspond to
+    them."""
     if not tensors:
         return None, []
-    flat = torch.cat([t.reshape(-1) for t in tensors])
-    return flat, views_of(flat, [t.shape for t in tensors])
+    shapes, rest = [t.shape for t in tensors], -sum(t.numel() for t in tensors) % parts
+    flat = torch.cat([*(t.reshape(-1) for t in tensors), *([tensors[0].new_zeros(rest)] if rest else [])])
+    return flat, views_of(flat[: flat.numel() - rest], shapes)
 
 
 def views_of(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

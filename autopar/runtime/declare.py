@@ -60,6 +60,8 @@ class Parameter:
     each; it implies `reduce_each_microbatch`.
     `compute`: the dtype of the used tensor, where it is not the stored one's. It is cast before it is converted; its
     gradients are cast back before they are added up, over microbatches and over ranks.
+    `by_levels`: where a gradient is summed over several axes at the begin of its way, it is reduce-scattered along the
+    inner ones, all-reduced along the last, and all-gathered along the inner ones again.
     `pieces`: the slices of the model's parameters that it is made of, one after the other along `packed_dim`, where it
     is none of the model's itself. State dicts have the model's names and shapes all the same.
     `value`: nested lists that a parameter of the loss starts from, where what is loaded is the model's alone.
@@ -75,6 +77,7 @@ class Parameter:
     reduce_each_microbatch: bool = False
     requires_grad: bool = True
     compute: torch.dtype | None = None
+    by_levels: bool = False
     pieces: tuple[Piece, ...] = ()
     packed_dim: int = 0
     value: Any = None

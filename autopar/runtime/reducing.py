@@ -11,6 +11,7 @@ microbatches add up there, too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -37,7 +38,9 @@ class GradientBucket:
         self.each_microbatch = declared.regather or declared.reduce_each_microbatch
         self.dtype, self.is_cast = declared.dtype, slots[0].is_cast
         self.has_buffer = is_summed_first(slots[0])
-        self._offsets = dict(zip(slots, accumulate((s.leaf.numel() for s in slots), initial=0), strict=False))
+        self.levels = slots[0].levels
+        self._parts = math.prod(axis.size for axis in self.levels[:-1])
+        self._offsets = dict(zip(slots, accumulate(map(self._room, slots), initial=0), strict=False))
         self._gradients: dict[ParameterUse, Tensor] = {}
         self._buffer: Tensor | None = None
 
@@ -60,7 +63,7 @@ class GradientBucket:
         tensors, buffer = [self._gradients[slot] for slot in found], self._buffer
         self._gradients, self._buffer = {}, None
         if buffer is not None and len(found) < len(self.slots):  # a parameter had no part in the loss
-            buffer, tensors = coalesce.pack(tensors)
+            buffer, tensors = coalesce.pack(tensors, self._parts)
         return found, tensors, buffer
 
     @property
@@ -69,8 +72,12 @@ class GradientBucket:
 
     def _make_buffer(self, like: Tensor) -> Tensor:
         if self._buffer is None:
-            self._buffer = like.new_empty(sum(slot.leaf.numel() for slot in self.slots), dtype=self.dtype)
+            self._buffer = like.new_empty(sum(map(self._room, self.slots)), dtype=self.dtype)
         return self._buffer
+
+    def _room(self, slot: ParameterUse) -> int:
+        """Elements that a gradient takes of the buffer, which levels cut in equal parts."""
+        return -(-slot.leaf.numel() // self._parts) * self._parts
 
 
 class GradientReduction:
@@ -82,18 +89,32 @@ class GradientReduction:
         self.owned = False  # whether the tensors are ours to overwrite
         self.on_host = bucket.slots[0].parameter.is_on_host
         self.shrinks = self.on_host or any(s.step.source.is_shard for s in bucket.slots[0].steps)
-        self.steps_left = len(bucket.slots[0].steps) + self.on_host  # the last is the copy to the host
+        # the last step is the copy to the host; those of a sum by levels are phases of their own
+        self._steps_left = len(bucket.slots[0].steps) - len(bucket.levels) + self.on_host
+        self._phases = [] if self.buffer is None else coalesce.sum_by_levels(self.buffer, bucket.levels)
         self._wait: Callable[[], list[Tensor]] | None = None
         self.advance()
+
+    @property
+    def is_to_go_on(self) -> bool:
+        """Whether a step of the journey is still to be started."""
+        return bool(self._steps_left or self._phases)
+
+    @property
+    def has_levels_left(self) -> bool:
+        return bool(self._phases)
 
     @torch.no_grad()
     def advance(self) -> None:
         """Waits for the step under way, then goes on until the next step is under way or none is left."""
         if self._wait is not None:
             self.tensors, self._wait, self.owned = self._wait(), None, True
-        while self.steps_left and self._wait is None:
-            self.steps_left -= 1
-            place = self.steps_left - self.on_host
+        while self.is_to_go_on and self._wait is None:
+            if self._phases:
+                self._wait = self._start_level(self._phases.pop(0))
+                continue
+            self._steps_left -= 1
+            place = self._steps_left - self.on_host
             self._wait = self._start_down() if place < 0 else self._start([slot.steps[place] for slot in self.slots])
         if self._wait is None:
             self._deliver()
@@ -104,7 +125,7 @@ class GradientReduction:
 
     def wrap_ahead(self) -> None:
         """While the last sum is under way, which leaves the gradients where they are."""
-        if self.buffer is not None and self.steps_left == 0:
+        if self.buffer is not None and not self.is_to_go_on:
             for slot, tensor in zip(self.slots, self.tensors, strict=True):
                 slot.parameter.wrap_ahead(tensor)
 
@@ -136,6 +157,15 @@ class GradientReduction:
             for tensor, s in zip(self.tensors, steps, strict=True)
         ]
         return None
+
+    def _start_level(self, start: Callable[[], comm.Wait]) -> Callable[[], list[Tensor]]:
+        wait, tensors = start(), self.tensors
+
+        def results() -> list[Tensor]:
+            wait()
+            return tensors
+
+        return results
 
     def _start_sum(self, axis: Axis) -> Callable[[], list[Tensor]]:
         if self.buffer is None:
@@ -208,6 +238,9 @@ class Reducer:
         """Waits until every gradient is home."""
         for journey in self._in_flight:
             journey.wrap_ahead()
+        while going := [journey for journey in self._in_flight if journey.has_levels_left]:
+            for journey in going:  # side by side, so that no axis rests
+                journey.advance()
         for journey in self._in_flight:
             journey.finish()
         self._in_flight.clear()
@@ -233,7 +266,7 @@ class Reducer:
         if not bucket.has_gradients:
             return
         for journey in self._in_flight:
-            if journey.steps_left:
+            if journey.is_to_go_on:
                 journey.advance()
         shrinking = [journey for journey in self._in_flight if journey.shrinks]
         for journey in shrinking[: max(0, len(shrinking) - MAX_IN_FLIGHT + 1)]:
@@ -261,6 +294,7 @@ def _way_home(slot: ParameterUse, unit_of: Callable[[ParameterUse], object]) -> 
         declared.dtype,
         declared.regather or declared.reduce_each_microbatch,
         unit,
+        bool(slot.levels),
     )
 
 

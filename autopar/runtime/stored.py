@@ -21,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from autopar.runtime.declare import Parameter, Parameters
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.host_link import host_tensor
-from autopar.runtime.mesh import RankMesh
+from autopar.runtime.mesh import Axis, RankMesh
 from autopar.runtime.placement import (
     AxisType,
     TypeChange,
@@ -202,6 +202,16 @@ class ParameterUse:
     def moves(self) -> bool:
         """Whether the way from the stored shard takes more than another name for it."""
         return not all(sized.is_free for sized in self.steps)
+
+    @property
+    def levels(self) -> list[Axis]:
+        """The axes that the gradient is summed over by levels, in this order; none where it is not."""
+        axes, found = self.parameter.mesh.axes, list[Axis]()
+        for sized in reversed(self.steps if self.parameter.declared.by_levels else ()):
+            if (sized.step.source.kind, sized.step.target.kind) != ("I", "R"):
+                break
+            found.append(axes[sized.step.axis])
+        return found if len(found) > 1 else []
 
     @property
     def num_bytes(self) -> int:

@@ -21,6 +21,7 @@ from autopar.ir.schedule import PLAIN
 from autopar.ir.shares import alike_ranks, axis_text
 from autopar.ir.slice_table import SliceTable
 from autopar.ir.tried import Tried
+from autopar.show.gradients import gradients_text
 from autopar.show.hsdp import hsdp_text
 from autopar.substitute import exchanges
 
@@ -57,6 +58,7 @@ def plan_text(plan: Plan) -> str:
         "copied out": copied_out_text(plan) if plan.copied_out else "",
         "offload": offload_text(plan),
         "hsdp": hsdp_text(plan),
+        "gradients": gradients_text(plan),
     }
     lines += [f"  {name.ljust(11)} {text}" for name, text in rows.items() if text]
     lines += share_lines(plan)

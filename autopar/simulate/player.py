@@ -161,7 +161,8 @@ class Travelling(NamedTuple):
     """A bucket's gradients on their way to smaller shards: when they are there, and what kind of task that ends.
 
     copied_bytes: of copies; added_bytes: of shards that are added to those of earlier microbatches; new_bytes: of those
-    that take the place of no others, which are there at the end where they were summed in a buffer before.
+    that take the place of no others, which are there at the end where they were summed in a buffer before. stays: to
+    the end of the step.
     """
 
     end_ns: int
@@ -173,6 +174,7 @@ class Travelling(NamedTuple):
     has_buffer: bool
     is_downward: bool = False  # to the host, which no other bucket waits for
     cut_ns: int | None = None  # of those that are cut on their way to the host, when they are, if not given back yet
+    stays: bool = False
 
     @property
     def freed_bytes(self) -> int:
@@ -380,6 +382,7 @@ class Player:
 
     def __init__(self, program: LocalProgram, profile: Profile, orders: Orders, overlap: Overlap) -> None:
         self.program, self.orders, self.overlap = program, orders, overlap
+        self._sums_itself = profile.device_type == "cpu"
         self._collective_ns = profile.host.collective_ns if profile.host else 0
         self._slowdowns, self._queues = profile.slowdowns, queues_of(profile, overlap)
         self._profile, self._copy_ns = profile, cache(lambda num_bytes: copy_time_ns(num_bytes, profile))
@@ -777,6 +780,8 @@ class Player:
             name = f"{BEGUN}:{share.way}" if share.comes else slots[0].tensor  # `Renames` knows who began it
             first, last = self._transmit(f"gradient of {name}", "gradient", share.transmissions, after)
             self._home.append(last)
+            if slots[0].by_levels:
+                self._begin_levels(share.transmissions, last)
             cut = first if len(share.transmissions) == 2 and slots[0].storage.on_host and not share.has_buffer else -1
         if self.overlap.sums is Sums.BUFFERED:
             self._whole.difference_update(share.slots)
@@ -791,8 +796,16 @@ class Player:
                 self._end_travelling(journey)
             elif journey.cut >= 0:
                 self._cut_travelling(journey)
-        while shrinks and len(self._travelling) >= MAX_IN_FLIGHT:
-            self._end_travelling(self._travelling[0])
+        while shrinks and len(going := [j for j in self._travelling if not j.one.stays]) >= MAX_IN_FLIGHT:
+            self._end_travelling(going[0])
+
+    def _begin_levels(self, transmissions: Sequence[Transmission], task: int) -> None:
+        """Parts of a sum by levels, and where the runtime makes reduce-scatters of all-to-alls, what these receive: no
+        longer there than until the step ends."""
+        scattered = [sent for sent in transmissions if sent.collective == "reduce_scatter"]
+        size = sum(sent.num_bytes // sent.num_ranks + sent.num_bytes * self._sums_itself for sent in scattered)
+        self.engine.allocate(self.engine.last, size, UNDER_WAY, Moment.SEND)
+        self._travelling.append(Journey(task, Travelling(0, "", size, 0, 0, 0, False, stays=True), -1))
 
     def _begin_journey(self, index: int, task: int, cut: int) -> None:
         """Whole gradients stay until the runtime waits for their journey's end; shards arrive in memory of their own.

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from autopar.cost import Profile, beside_compute_ns, collective_time_ns, waits_along
 from autopar.cost.compute import (
     copy_time_ns,
+    gathered_ns,
     node_issue_ns,
     node_time_ns,
     optimizer_time_ns,
@@ -48,9 +49,9 @@ from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Axis, Placement, Shape, evenly, format_placement, local_shape
 from autopar.ir.plan import COMPILED, NodePlan, Plan, StagePlan, Storage
 from autopar.ir.recompute import PieceStep, makes_memory, pieces_needed
-from autopar.ir.redistribution import Step, apply, transfer_bytes
+from autopar.ir.redistribution import Step, apply, gradient_collectives, transfer_bytes
 from autopar.ir.stages import answered_values, leaving_values
-from autopar.ops.communication import inner_communication, worked_shapes
+from autopar.ops.communication import gathered_rows, inner_communication, worked_shapes
 from autopar.ops.experts import ROUTED_EXPERTS, place_table_bytes
 from autopar.ops.inner import Inner
 from autopar.ops.saved import Extra, Saved
@@ -192,11 +193,13 @@ class Slot:
     shrinks: bool = field(init=False)  # its gradient is smaller at home than where it is made
     reduces_each: bool = field(init=False)  # its gradient goes home in each microbatch
     converts: bool = field(init=False)  # operators use something else than what is stored
+    by_levels: bool = field(init=False)  # its gradient is summed by levels
 
     def __post_init__(self) -> None:
         self.shrinks = any(step.before.kind == "S" for step in self.steps)
         self.reduces_each = self.storage.regather or self.storage.reduce_each_microbatch
         self.converts = self.is_cast or bool(self.steps)
+        self.by_levels = any(step.parts > 1 for step in self.steps)
 
     def at(self, value: int, unit: int, tensor: str) -> Slot:
         """The slot in another program, where its tensor has a name that tells it apart from that program's own."""
@@ -556,6 +559,8 @@ class Lowering:
     ) -> tuple[Transmission, ...]:  # fmt: skip
         """The collectives of a route, in the order of the direction. elsewhere: sizes on other lanes, where they are
         others."""
+        if direction and any(step.parts > 1 for step in steps):
+            return tuple([self._transmission(*sent) for sent in gradient_collectives(steps, sizes, self.plan.axes)])
         rows = list(zip(steps, sizes, *elsewhere, strict=True))
         return tuple(
             self._host_copy(size[direction], direction)
@@ -731,6 +736,9 @@ class Lowering:
             issue_ns = node_issue_ns(node, operands, results, self.graph.tensors, self.profile)
             if fused:
                 times, issue_ns = compiled_time_ns(node, operands, results, self.graph.tensors, self.profile, fused)
+            if self.trains and (ranks := gathered_rows(node, placements.operands, self.plan.axes)) > 1:
+                longer = gathered_ns(node, operands, results, self.graph.tensors, ranks, self.profile)
+                times = times[0] + longer[0], times[1] + longer[1]
             split = (
                 Split(*split_backward_ns(node, operands, results, self.graph.tensors, back, self.profile))
                 if back

@@ -27,7 +27,7 @@ from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import Placement, evenly
 from autopar.ir.plan import Plan, Redistribute, StagePlan
 from autopar.ir.recompute import modules_again
-from autopar.ir.redistribution import Step, apply, transfer_bytes
+from autopar.ir.redistribution import Step, apply, gradient_collectives, transfer_bytes
 from autopar.ir.schedule import num_in_two_parts
 from autopar.ir.stages import leaving_values, stage_graph
 from autopar.ir.statements import Flat, Operate, Statement, Value, flatten
@@ -206,15 +206,28 @@ def _add(
     shape, itemsizes = graph.tensors[name].shape, graph.itemsizes(name)
     axes = evenly(plan.axes) if name in plan.storage else plan.axes
     coordinate = tuple(rank // axis.stride % axis.size if axis.name != MICROBATCH else 0 for axis in axes)
+    are_levels = any(step.parts > 1 for step in steps)
+    every = list[tuple[int, int]]()
     for step in steps:
         if plan.axes[step.axis].name == MICROBATCH:  # microbatches follow each other: nothing is sent
             placement = apply(step, placement)
+            every.append((0, 0))
             continue
         sizes = transfer_bytes(shape, itemsizes, placement, axes, step, coordinate)
+        every.append(sizes)
+        if are_levels:
+            placement = apply(step, placement)
+            continue
         for transfer, size, times in zip(step.transfers, sizes, (forward, backward), strict=True):
             if transfer.collective:
                 counts[transfer.collective] += size * times
         placement = apply(step, placement)
+    if are_levels:
+        for step, (size, _) in zip(steps, every, strict=True):
+            if collective := step.transfers[0].collective:
+                counts[collective] += size * forward
+        for sent in gradient_collectives(steps, every, axes):
+            counts[sent.collective] += sent.num_bytes * backward
 
 
 def inner_collectives(graph: Graph, node: Node, plan: StagePlan) -> Sent:

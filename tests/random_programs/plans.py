@@ -15,9 +15,9 @@ from autopar.ir import verifier
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh, Mesh
 from autopar.ir.placement import Axis, I, Placement, R, S, Type
-from autopar.ir.plan import NodePlan, Plan, Storage
+from autopar.ir.plan import NodePlan, Plan, Redistribute, Storage
 from autopar.ir.recompute import operator_call, refusal_again
-from autopar.ir.redistribution import Step, cheapest_path, transfer_bytes
+from autopar.ir.redistribution import Step, by_levels, cheapest_path, transfer_bytes
 from autopar.ir.structure import block_paths
 from autopar.microbatch import check_plan
 from autopar.ops import admits, axis_rules
@@ -163,9 +163,19 @@ def draft_plan(part: DividedGraph, choices: Choices, mode: str = "train") -> Pla
     path = partial(_path, axes, choices.ways)
     plan = place.draft().placed(inputs=inputs, storage=storage, nodes=nodes)
     ends = verifier.ending(graph, plan.stage)
-    plan = plan.placed(redistributes=_redistributes(part.graph, inputs, storage, nodes, ends, path))
+    moved = _redistributes(part.graph, inputs, storage, nodes, ends, path)
+    if not (choices.ways or 0) % 2:
+        moved = tuple(_by_levels(graph, axes, item) for item in moved)
+    plan = plan.placed(redistributes=moved)
     plan = replace(plan, recompute=choices.recompute)
     return replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(graph, plan)))
+
+
+def _by_levels(graph: Graph, axes: LogicalMesh, item: Redistribute) -> Redistribute:
+    """The sum of a parameter's gradient over several axes by levels, where it is one."""
+    stored = graph.stored_by_tensor.get(item.tensor)
+    is_trained = stored is not None and stored.kind == "parameter" and stored.requires_grad
+    return replace(item, steps=(is_trained and by_levels(item.steps, axes)) or item.steps)
 
 
 def _path(
