@@ -84,7 +84,7 @@ def test_programs_of_rungs_compute_what_the_model_computes() -> None:
 
 def test_what_templates_are_no_good_for_is_searched() -> None:
     model, inputs = llama.build(SMALL), llama.example_inputs(SMALL)
-    ladder = autopar.ladder(model, inputs, ["cpu:4", autopar.Mesh(H100)])
+    ladder = autopar.ladder(model, inputs, [autopar.Mesh(H100)])
     assert {rung.how for rung in ladder.rungs} == {"searched"}
 
 
