@@ -12,7 +12,7 @@ from typing import Any
 from autopar.ops import notation, proofs
 from autopar.ops.notation import AxisRule, einsum_rules
 from autopar.ops.patterns import Entry
-from autopar.ops.table import RULES
+from autopar.ops.table import LINEAR_SUMS, RULES
 from docs.markdown import docstring, page, summary, table
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "substitution" / "results.json"
@@ -75,10 +75,11 @@ def rules() -> str:
 
 def _linear() -> Iterator[tuple[str, ...]]:
     shapes = [(4, 8, 16), (32, 16), (32,)]
-    entry = RULES["aten.linear.default"]
-    assert isinstance(entry, Entry)
+    entry = LINEAR_SUMS
     for rule in einsum_rules(entry.text, shapes, [(4, 8, 32)], entry.partial, entry.additive):
         yield tuple(f"`{type_}`" for type_ in (*rule.operands, *rule.results))
+    for dim in range(2):  # as factors
+        yield f"`S({dim})`", "`I`", "`I`", f"`S({dim})`"
 
 
 def _table_rows() -> Iterator[tuple[str, str, str]]:

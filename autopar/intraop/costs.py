@@ -293,9 +293,11 @@ class ProfiledCosts:
     def _by_levels(self, tensor: Tensor, source: Placement, target: Placement, route: Route) -> tuple[Step, ...] | None:
         """The steps of a parameter whose gradient is summed by levels at the begin of its way home, where that is
         cheaper than the route; None else."""
-        summed = [place for place, pair in enumerate(zip(source, target, strict=True)) if pair == (I, R)]
         stored = self.graph.stored_by_tensor.get(tensor.name)
-        if len(summed) < 2 or stored is None or stored.kind != "parameter":
+        if len(self.axes) < 2 or stored is None or stored.kind != "parameter":
+            return None
+        summed = [place for place, pair in enumerate(zip(source, target, strict=True)) if pair == (I, R)]
+        if len(summed) < 2:
             return None
         if not (tensor.differentiable and self.train) or any(axis.shares for axis in self.axes):
             return None

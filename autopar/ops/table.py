@@ -59,10 +59,12 @@ def pointwise(call: Call) -> list[AxisRule]:
     return einsum_rules(text, call.operand_shapes, call.result_shapes, words)
 
 
+LINEAR_SUMS = Entry("... k, n k, n -> ... n", "PRP RPP", additive=(2,))
+
+
 def linear(call: Call) -> list[AxisRule]:
-    """Rows, features, and what is summed; or rows whose weight's gradient meets as factors."""
-    rules = Entry("... k, n k, n -> ... n", "PRP RPP", additive=(2,))(call)
-    return [*rules, *factor_rules(call)]
+    """`... k, n k, n -> ... n`, also on summands; or rows whose weight's gradient meets as factors."""
+    return [*LINEAR_SUMS(call), *factor_rules(call)]
 
 
 def matmul(call: Call) -> list[AxisRule]:
