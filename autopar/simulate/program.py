@@ -990,7 +990,18 @@ class Lowering:
             count = self.plan.microbatches if name in self.batched else 1
             held.append((count * math.prod(local) * whole.itemsize, "inputs"))
         held += [(size, "constants") for size in self.constants.values()]
+        held += [(self._updated_bytes(name), "updates") for name in self.graph.mutations if self.trains]
         return [*held, (self._scalar_bytes(), "scalars")]
+
+    def _updated_bytes(self, name: str) -> int:
+        """Of what forward makes of a buffer or parameter, which is stored when the step ends: the new value, as it is
+        computed (`runtime.state.StoredBuffer.take_update`)."""
+        tensor = self.graph.tensors[self.graph.mutations[name]]
+        node = self.graph.producers.get(tensor.name)
+        if node is None or node.name not in self.plan.nodes:
+            return 0
+        placement = self.plan.nodes[node.name].results[node.results.index(tensor.name)]
+        return math.prod(local_shape(tensor.shape, placement, self.plan.axes)) * tensor.itemsize
 
     def optimizer_ns(self, moved_bytes: int, tensors: int) -> int:
         """How long it takes to update so many tensors, which are DTensors where several ranks run the stage."""
