@@ -476,8 +476,8 @@ def used_placements(stage: Stage) -> dict[str, set[str]]:
 def diff_text(plan: Plan, other: Plan) -> str:
     """One line for each property that differs; numbered blocks are folded, operators counted by module."""
     lines = []
-    told = "model", "mesh", "microbatches", "mode", "optimizer", "precision", "runs", "memory_limit", "routing", "algorithm"
-    for name in told:
+    told = ("model", "mesh", "microbatches", "mode", "optimizer", "precision", "runs", "memory_limit", "routing")
+    for name in (*told, "algorithm"):
         if getattr(plan, name) != getattr(other, name):
             lines.append(f"{name}: {getattr(plan, name)} | {getattr(other, name)}")
     if _axes(plan) != _axes(other):
