@@ -52,7 +52,7 @@ class StatementPass(NamedTuple):
     direction: str
 
 
-class Journey(NamedTuple):
+class SentJourney(NamedTuple):
     """A collective that a rank started and waited for later, in nanoseconds by the clock. passed: from its start until
     it was there; waited: of that, at the end. It took something between the two."""
 
@@ -99,7 +99,7 @@ class TracedStep:
     idle_ns: int | None = None
     exposed_ns: int | None = None
     sending_ns: int = 0
-    journeys: dict[SentOnce, list[Journey]] = field(default_factory=lambda: defaultdict(list))
+    journeys: dict[SentOnce, list[SentJourney]] = field(default_factory=lambda: defaultdict(list))
     gradients: dict[int, RangeTime] = field(default_factory=lambda: defaultdict(lambda: NOTHING))
 
 
@@ -388,7 +388,7 @@ def _note_journeys(step: TracedStep, sent: Sequence[_Frame]) -> None:
         if frame.starts:
             started[same].append(frame)
         elif started[same]:
-            step.journeys[same].append(Journey(frame.length_ns, frame.end_ns - started[same].pop(0).start_ns))
+            step.journeys[same].append(SentJourney(frame.length_ns, frame.end_ns - started[same].pop(0).start_ns))
 
 
 def _processor_share(whole: _Frame, inside: Sequence[_Frame]) -> float:
@@ -430,9 +430,9 @@ __all__ = [
     "OPTIMIZER",
     "RECEIVE",
     "RECOMPUTE",
-    "Journey",
     "RangeTime",
     "RankTrace",
+    "SentJourney",
     "SentOnce",
     "StatementPass",
     "TracedStep",

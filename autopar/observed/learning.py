@@ -32,7 +32,7 @@ from autopar.errors import TraceFileError
 from autopar.ir.placement import Axis
 from autopar.ir.schedule import BACKWARD, FORWARD
 from autopar.observed.expected import from_json
-from autopar.observed.kineto import Journey, RankTrace, StatementPass
+from autopar.observed.kineto import RankTrace, SentJourney, StatementPass
 from autopar.observed.measured import Measured, measured
 from autopar.observed.simulated import Simulated
 from autopar.ops.work import WorkKey
@@ -164,7 +164,7 @@ def _collectives(
     )
 
 
-def within(journey: Journey, priced_ns: int) -> int:
+def within(journey: SentJourney, priced_ns: int) -> int:
     """What is sent beside compute: what it is priced at, as far as what was seen of it lets."""
     return min(max(priced_ns, journey.waited_ns), journey.passed_ns)
 

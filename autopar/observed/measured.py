@@ -24,9 +24,9 @@ from autopar.observed.kineto import (
     NOTHING,
     OPTIMIZER,
     RECEIVE,
-    Journey,
     RangeTime,
     RankTrace,
+    SentJourney,
     SentOnce,
     StatementPass,
     TracedStep,
@@ -61,7 +61,7 @@ class Measured:
     host_ns: float
     gradients_ns: float
     gradients: Mapping[int, int]
-    journeys: Mapping[SentOnce, Journey]
+    journeys: Mapping[SentOnce, SentJourney]
     where: Mapping[str, tuple[str, str]]
     num_steps: int
 
@@ -147,16 +147,16 @@ def _gradients_ns(trace: RankTrace, step: TracedStep) -> float:
     return own + _net(trace, step.parts.get(END, NOTHING)) if step.gradients else 0.0
 
 
-def _journeys(traces: Sequence[RankTrace]) -> dict[SentOnce, Journey]:
+def _journeys(traces: Sequence[RankTrace]) -> dict[SentOnce, SentJourney]:
     """Once the last rank has started it, a collective only takes what it takes: so the shortest of all ranks."""
     names = dict.fromkeys(key for trace in traces for step in trace.steps for key in step.journeys)
     return {key: min((_journey(trace, key) for trace in traces), key=lambda one: one.passed_ns) for key in names}
 
 
-def _journey(trace: RankTrace, key: SentOnce) -> Journey:
+def _journey(trace: RankTrace, key: SentOnce) -> SentJourney:
     """A typical one of a rank."""
     found = [one for step in trace.steps for one in step.journeys.get(key, ())]
-    return Journey(typical_ns(one.waited_ns for one in found), typical_ns(one.passed_ns for one in found))
+    return SentJourney(typical_ns(one.waited_ns for one in found), typical_ns(one.passed_ns for one in found))
 
 
 def _count(traces: Sequence[RankTrace], key: SentOnce) -> int:

@@ -30,8 +30,8 @@ def _losses(words: str) -> tuple[str, ...]:
 
 
 RULES = [
-    Fault("linear adds its bias on every rank", TABLE, '"PRP RPP", additive=(2,))),\n    "aten.mm',
-          '"PRP RPP")),\n    "aten.mm', ("op:linear",)),
+    Fault("linear adds its bias on every rank", TABLE, '"... k, n k, n -> ... n", "PRP RPP", additive=(2,))',
+          '"... k, n k, n -> ... n", "PRP RPP")', ("op:linear",)),
     Fault("bmm of two summands", TABLE, '"aten.bmm.default": kinds.PRODUCT.by(Entry("b m k, b k n -> b m n", "PR RP")',
           '"aten.bmm.default": kinds.PRODUCT.by(Entry("b m k, b k n -> b m n", "PP")', ("op:bmm",)),
     Fault("matmul of two summands", TABLE, '-> {result}", "PR RP")(call)', '-> {result}", "PR RP PP")(call)',
@@ -295,8 +295,8 @@ RUNTIME = [
     Fault("every microbatch is the first", "autopar/runtime/inputs.py",
           "return [part[slices].to(spec.compute", "return [parts[0][slices].to(spec.compute"),
     Fault("a gradient's steps home are taken in the forward order", "autopar/runtime/reducing.py",
-          "steps = [slot.steps[self.steps_left] for slot in self.slots]",
-          "steps = [slot.steps[len(slot.steps) - 1 - self.steps_left] for slot in self.slots]"),
+          "self._start([slot.steps[place] for slot in self.slots])",
+          "self._start([slot.steps[len(slot.steps) - 1 - place] for slot in self.slots])"),
     Fault("a gradient that a program holds is overwritten", "autopar/runtime/stored.py",
           "held.add_(gradient)", "held.copy_(gradient)"),
     Fault("weights are loaded from the first rank's part", "autopar/runtime/state.py",
@@ -306,7 +306,7 @@ RUNTIME = [
           "self.dtype, self.is_cast = declared.dtype,", "self.dtype, self.is_cast = slots[0].dtype,",
           ("tests:tests/equivalence/test_precision.py -k summed",)),
     Fault("microbatches of a bf16 program add up in bf16", "autopar/runtime/reducing.py",
-          "if self._is_due(bucket) or bucket.has_buffer or bucket.is_cast:", "if self._is_due(bucket):",
+          "elif bucket.has_buffer or bucket.is_cast:", "elif bucket.has_buffer:",
           ("tests:tests/equivalence/test_precision.py -k summed",)),
     Fault("a checkpoint leaves the stream of masks where it is", "autopar/runtime/checkpoint.py",
           "randomness.restore_stream(seed, dropout_step)", "randomness.restore_stream(seed, dropout_step + 1)",
