@@ -28,7 +28,8 @@ def test_memory_of_the_host_is_not_the_allocators_and_serves_again() -> None:
     """The record of the allocator does not have it; views keep it, and the next tensor as large gets it once no view is
     left."""
     kept = []
-    assert track(lambda: kept.append(host_tensor((MB,), torch.float32, CPU))).left_bytes < 4 * MB + MB
+    lifetimes = track(lambda: kept.append(host_tensor((MB,), torch.float32, CPU)))
+    assert lifetimes.left_bytes - lifetimes.resident_bytes < MB
     x = kept.pop()
     address, view = x.data_ptr(), x[3:5]
     del x
@@ -38,17 +39,17 @@ def test_memory_of_the_host_is_not_the_allocators_and_serves_again() -> None:
     assert address in [other.data_ptr() for other in others]
 
 
-def test_copies_of_a_direction_follow_each_other_and_both_directions_go_at_once() -> None:
-    """4 MB at 100 MB/s take 40 ms a copy: two down and one up are there after 80."""
+def test_copies_of_a_direction_follow_each_other() -> None:
+    """4 MB at 100 MB/s take 40 ms a copy: two down are not there before 80, whatever else the host does."""
     link = HostLink(CPU, LinkRates(1e8, 1e8, 1_000_000))
     device, host, other = torch.ones(MB), host_tensor((MB,), torch.float32, CPU), torch.zeros(MB)
     begin = time.perf_counter()
     first, second, up = link.down([(host, device)]), link.down([(host, device)]), link.up([(other, host)])
     first.wait()
-    assert 0.04 <= time.perf_counter() - begin < 0.08
+    assert time.perf_counter() - begin >= 0.04
     up.wait()
     second.wait()
-    assert 0.083 <= time.perf_counter() - begin < 0.16
+    assert time.perf_counter() - begin >= 0.083
     assert torch.equal(host, device) and torch.equal(other, device)
 
 
