@@ -234,7 +234,7 @@ def reorder(site: Site) -> Iterator[Mutation]:
 def detour(site: Site) -> Iterator[Mutation]:
     """Each step through a third type; each two steps of one axis through another type, or at once."""
     steps = site.redistribute.steps
-    for i, (axis, before, after) in enumerate(steps):
+    for i, (axis, before, after, _) in enumerate(steps):
         for type_ in site.types_but(before, after):
             way = (Step(axis, before, type_), Step(axis, type_, after))
             yield site.with_steps(f"step {i} by way of {type_}", (*steps[:i], *way, *steps[i + 1 :]))
@@ -245,6 +245,16 @@ def detour(site: Site) -> Iterator[Mutation]:
                 yield site.with_steps(f"steps {i} and {i + 1} by way of {type_}", (*steps[:i], *way, *steps[i + 2 :]))
             at_once = Step(first.axis, first.before, second.after)
             yield site.with_steps(f"steps {i} and {i + 1} at once", (*steps[:i], at_once, *steps[i + 2 :]))
+
+
+def in_parts(site: Site) -> Iterator[Mutation]:
+    """The last steps as a sum by levels, of elements in so many parts."""
+    steps = site.redistribute.steps
+    for count in (1, 2):
+        if len(steps) >= count:
+            for parts in (2, 3):
+                told = (*steps[:-count], *(step._replace(parts=parts) for step in steps[-count:]))
+                yield site.with_steps(f"the last {count} in {parts} parts", told)
 
 
 # consistent mutations
@@ -307,7 +317,7 @@ def flags(site: Site) -> Iterator[Mutation]:
 
 
 STRICT = (drop, drop_step, swap_step, move_step, swap_target, swap_source)
-CONSISTENT = (reorder, detour, drop_for_readers, drop_step_for_readers, swap_for_readers, swap_reader_rule,
+CONSISTENT = (reorder, detour, in_parts, drop_for_readers, drop_step_for_readers, swap_for_readers, swap_reader_rule,
               swap_source_rule, flags)  # fmt: skip
 
 
