@@ -191,9 +191,9 @@ def test_a_table_has_the_cheapest_way_at_each_load() -> None:
     for times in LOADS[:8]:
         rows = round(placed.even_rows * times)
         assert placed.price_ns(rows, *found.at(rows)[1:]) <= min(placed.price_ns(rows, *way) for way in ways) * 1.011
-    for how in ("flat", "two-level"):
-        fixed = template_of_graph(graph(), MESH, dp=8, ep=8, exchange=how, exchange_chunks=found.chunks)
-        assert plan.predicted.peak_bytes >= fixed.predicted.peak_bytes
+    fixed = template_of_graph(graph(), MESH, dp=8, ep=8, exchange="two-level", exchange_chunks=found.chunks)
+    assert [stage.axes for stage in plan.stages] == [stage.axes for stage in fixed.stages]
+    assert plan.predicted.peak_bytes >= fixed.predicted.peak_bytes  # flat, on one axis, gradients are summed otherwise
 
 
 def test_loads_that_ask_for_several_ways_are_worth_a_table() -> None:
