@@ -96,6 +96,7 @@ ATTENTION: dict[str, Operator] = {
         limits=(heads_error,),
         local=_local,
         workspace=workspace.attention,
+        lowered=workspace.grouped_attention,
     ),
     "_scaled_dot_product_flash_attention": _FUSED,
     "_scaled_dot_product_efficient_attention": _FUSED,

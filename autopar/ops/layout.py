@@ -54,7 +54,7 @@ def copied(graph: Graph) -> Copied:
             factors[node.name], made = _einsum(node, graph, strides)
             strides[node.results[0]] = made
             continue
-        found = _view(node, graph, strides) if node.operands else None
+        found = view_strides(node, graph, strides) if node.operands else None
         if found is not None:
             strides.update((name, found) for name in node.results)
         elif node.operands and base_name(node.op) in RESHAPES:
@@ -106,8 +106,8 @@ def _einsum(node: Node, graph: Graph, strides: dict[str, Strides]) -> tuple[tupl
     return tuple(copied), tuple(steps_made[letter] for letter in out)
 
 
-def _view(node: Node, graph: Graph, strides: dict[str, Strides]) -> Strides | None:
-    """The strides of the results; None for contiguous ones in memory of their own."""
+def view_strides(node: Node, graph: Graph, strides: Mapping[str, Strides]) -> Strides | None:
+    """The strides of the results, by those of the first operand; None for contiguous ones in memory of their own."""
     name, operand = base_name(node.op), node.operands[0]
     before, shape = strides[operand], graph.tensors[operand].shape
     after = graph.tensors[node.results[0]].shape if node.results else ()

@@ -52,7 +52,8 @@ WorkspaceRule = Callable[[Sizes], Workspace]
 
 class RuntimeMemory(NamedTuple):
     """Of a function of the runtime that runs in the place of an operator: bytes that autograd keeps of it, instead of
-    what it keeps of that (None: the same), and what it takes for a while. keeps: the operands that it keeps themselves.
+    what it keeps of that (None: the same), and what it takes for a while. keeps: the operands that it keeps themselves,
+    and after the last operand the results.
     """
 
     saved_bytes: int | None
@@ -124,6 +125,31 @@ def attention(sizes: Sizes) -> Workspace:
     rows = min(query[-2], next(count for least, count in ((768, 256), (192, 64), (0, 32)) if query[-2] >= least))
     scores = rows * min(512, sizes.operands[1][-2])
     return width * (scores + rows * (2 + query[-1])), width * (2 * scores + rows)
+
+
+def grouped_attention(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory | None:
+    """Where query heads are split further than those of keys: a head of keys and one of values for each query head of
+    the rank, which stay in the place of the operands (`rt.heads_of`). Backward, gradients of these beside the
+    operands' own."""
+    head = len(sizes.operands[0]) - 3
+    axes = range(len(operands[0]))
+    if sizes.operands[1][head] == 1 or all((operands[0][n] == S(head)) == (operands[1][n] == S(head)) for n in axes):
+        return None
+    query, width = sizes.operands[0], max(4, sizes.itemsize)
+    heads = sum(math.prod((*query[: head + 1], *sizes.operands[place][-2:])) * sizes.itemsize for place in (1, 2))
+    rows, keys = math.prod(query[:-1]), sizes.operands[1][-2]
+    saved, keeps, is_cpu = heads + 4 * rows, [0, len(sizes.operands)], sizes.device_type == "cpu"
+    if is_cpu and sizes.operands[2][-1] != sizes.operands[1][-1]:  # by hand, as `saved.attention_on_cpu` says
+        saved += rows * (keys + 2 * query[-1]) * width
+    for place in range(3, len(sizes.operands)):
+        if is_cpu and sizes.differentiable[place]:
+            saved += rows * keys * sizes.itemsize
+        elif sizes.operand_itemsizes[place] == 1:
+            saved += sizes.operand(place)
+        else:
+            keeps.append(place)
+    forward, backward = attention(sizes)
+    return RuntimeMemory(saved, (forward, backward + heads), tuple(keeps))
 
 
 def context_attention(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory | None:

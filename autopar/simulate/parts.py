@@ -232,6 +232,7 @@ class PartLowering(Lowering):
         self.plan, self.steps = plan, steps
         self._fuse()
         self.program = program = LocalProgram()
+        self.layouts.begin()
         self.known, self.placements, self.units, self.places = {}, {}, {}, {}
         self.constants, self.calls, self.copied_calls = {}, [], []
         self._unit("")

@@ -51,6 +51,7 @@ from autopar.ir.plan import COMPILED, NodePlan, Plan, StagePlan, Storage
 from autopar.ir.recompute import PieceStep, makes_memory, pieces_needed
 from autopar.ir.redistribution import Step, apply, gradient_collectives, transfer_bytes
 from autopar.ir.stages import answered_values, leaving_values
+from autopar.ir.structure import is_cut
 from autopar.ops.communication import gathered_rows, inner_communication, worked_shapes
 from autopar.ops.experts import ROUTED_EXPERTS, place_table_bytes
 from autopar.ops.inner import Inner
@@ -69,6 +70,7 @@ from autopar.simulate.facts import (
     tensors_on_the_way,
 )
 from autopar.simulate.host_copies import AXIS, COPY, DOWN, UP, is_copy
+from autopar.simulate.layouts import AS_IN_GRAPH, Layouts
 from autopar.simulate.traffic import inner_collectives
 
 OPTIMIZER_KERNELS = {
@@ -282,7 +284,7 @@ class OperatorPrice(NamedTuple):
     workspace: tuple[int, int]
     split: Split | None
     lowered_bytes: int | None  # what autograd keeps of the runtime's function that runs instead, if one does
-    lowered_keeps: tuple[int, ...] = ()  # and which operands it keeps
+    lowered_keeps: tuple[int, ...] = ()  # and which operands and results it keeps
 
 
 class _SlotPrice(NamedTuple):
@@ -378,6 +380,7 @@ class Lowering:
         self.shapes = LocalShapes(graph, plan)
         self.program = LocalProgram()
         self.copies = Copies(graph, plan, profile.device_type, self.shapes)
+        self.layouts = Layouts(graph)
         self.steps = {(r.tensor, r.target): r.steps for r in plan.redistributes}
         self.transmissions: dict[Hashable, Transmission] = {}
         self.step_bytes: dict[object, tuple[tuple[int, int], ...]] = {}
@@ -613,11 +616,13 @@ class Lowering:
             scope = self._reading_scope(tensor, target)
             self._note_call(number, self.again.of_conversion(tensor, steps, scope))
             self._note_copied(number, scope)
-        local = self.shapes.local(tensor, target)
-        size = local[1] if way.own_bytes is None else way.own_bytes
-        storage = program.values[source].storage if shares else self._memory(size, number)
-        value = self._value(tensor, target, local, storage, number)
-        if tensor in self.facts.folded:
+        local, is_once = self.shapes.local(tensor, target), self._is_converted_once(tensor, target)
+        size, maker = local[1] if way.own_bytes is None else way.own_bytes, -1 if is_once else number
+        storage = program.values[source].storage if shares else self._memory(size, maker)
+        value = self._value(tensor, target, local, storage, maker)
+        if not shares:
+            self.layouts.converted(value, tensor)
+        if is_once or tensor in self.facts.folded:
             program.items.append(Item(f"{tensor} → {' '.join(map(str, target))}", (source,), (value,), unit=unit))
             return value
         views = self.profile.facts.view_ns
@@ -663,24 +668,27 @@ class Lowering:
         number = len(program.items)
         is_constant = self.facts.constants.issuperset(node.results)
         if not is_constant:
-            self._keep_constants(node)
+            self._keep_constants(node, inputs)
         if node.op != IDENTITY and not is_constant:
             self._note_call(number, self.again.of_node(node))
             self._note_copied(number, node.scope)
         maker = -1 if is_constant else number
         fused = self.fused.get(node.name)
         stays = fused.results if fused else (False,) * len(node.results)
+        laid = self.layouts.of_results(node, inputs[0]) if inputs else AS_IN_GRAPH
+        base = inputs[0] if facts.is_view and not laid.is_copy else -1
         outputs = [
-            self._result(name, placement, maker, inputs[0] if facts.is_view else -1, in_registers)
+            self._result(name, placement, maker, base, in_registers)
             for name, placement, in_registers in zip(node.results, placements.results, stays, strict=True)
         ]
+        self.layouts.made(outputs, laid)
         if is_constant and self.facts.folded.issuperset(node.results):
             program.items.append(Item(node.name, tuple(dict.fromkeys(inputs)), tuple(outputs), unit=unit))
             return
         price = self._operator_price(node, placements, inputs, outputs)
         kept: tuple[Saved, ...] = facts.saved if self.trains else ()
         if price.lowered_bytes is not None:
-            kept = tuple([node.operands[position] for position in price.lowered_keeps if kept])
+            kept = tuple([(*node.operands, *node.results)[position] for position in price.lowered_keeps if kept])
         if kept and fused and fused.makes_again:
             kept = (*kept, *(name for name, stays in zip(node.operands, fused.operands, strict=True) if not stays))
         saved, extras, numbers = self._saved(kept, node, inputs, outputs)
@@ -778,18 +786,24 @@ class Lowering:
         parts = self._parts(value.tensor) if value.item >= 0 else 1
         return value.shape if parts == 1 else (parts * value.shape[0], *value.shape[1:])
 
-    def _keep_constants(self, node: Node) -> None:
-        """What an operator reads of what the runtime computes once: it is there for good, for all microbatches."""
-        for name in self.facts.constants.intersection(node.operands):
+    def _keep_constants(self, node: Node, inputs: Sequence[int]) -> None:
+        """What an operator reads of what the runtime computes once, as it is converted for that: it is there for good,
+        for all microbatches."""
+        for name, value in zip(node.operands, inputs, strict=True):
             producer = self.graph.producers.get(name)
-            if producer is None:
+            if producer is None or name not in self.facts.constants:
                 continue
-            storage = self.program.values[self.known[name, self.placements[name]]].storage
+            storage = self.program.values[value].storage
             shape = self.graph.tensors[name].shape
             is_whole = bool(shape) and shape[0] == self.batch and not self.facts.nodes[producer.name].is_view
             self.constants[storage] = self.program.memory[storage].num_bytes * (
                 self.plan.microbatches if is_whole else 1
             )
+
+    def _is_converted_once(self, tensor: str, target: Placement) -> bool:
+        """Whether the runtime converts it when it computes what it is made of, once."""
+        ends = self.placements[tensor], target
+        return tensor in self.facts.constants and not any(is_cut(self.plan, placement) for placement in ends)
 
     def _inner(
         self, node: Node, computes_ns: tuple[int, int]

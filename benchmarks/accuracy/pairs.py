@@ -154,13 +154,13 @@ def _constraints(pair: Pair) -> tuple[Constraint, ...]:
         return (
             Constraint("images", ("S(2)",), what="input"),
             Constraint("*conv*.weight", ("R",), what="used"),
-            Constraint(microbatches=1),
+            Constraint(microbatches=1, stages=1),
         )
     split = SPLIT_WHEN_MIXED[_family(pair.model)]
     return (
         Constraint("*", ("S(0)",), what="input"),
         Constraint(split, ("S",), what="used", min_dims=2),
-        Constraint(microbatches=1),
+        Constraint(microbatches=1, stages=1),
     )
 
 
