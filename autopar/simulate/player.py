@@ -585,7 +585,7 @@ class Player:
                     begun.add(unit)
                     following = units[units.index(unit) + 1 :][:1]
                     self._enter(unit, following or self._ahead_of(units[0], later))
-            self._run(number, item, "recompute", self.lifetimes.recompute)
+            self._run_item_again(number, item)
 
     def _run_again(self, region: int) -> None:
         """Operators by themselves."""
@@ -599,7 +599,13 @@ class Player:
                 for unit in units[units.index(current) :][:2]:
                     self._launch(unit)
                 self._unpack(current)
-            self._run(number, item, "recompute", self.lifetimes.recompute)
+            self._run_item_again(number, item)
+
+    def _run_item_again(self, number: int, item: Item) -> None:
+        """What it sends is there before the backward pass goes on, which asked for it."""
+        last = self._run(number, item, "recompute", self.lifetimes.recompute)
+        if item.forward:
+            self._awaited.append(last)
 
     def _compute(self, name: str, kind: str, duration_ns: int, after: Iterable[int], issue_ns: int = 0) -> int:
         if self._awaited:

@@ -48,7 +48,7 @@ from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Axis, Placement, Shape, evenly, format_placement, local_shape
 from autopar.ir.plan import COMPILED, NodePlan, Plan, StagePlan, Storage
-from autopar.ir.recompute import PieceStep, makes_memory, pieces_needed
+from autopar.ir.recompute import PieceStep, pieces_needed
 from autopar.ir.redistribution import Step, apply, gradient_collectives, transfer_bytes
 from autopar.ir.stages import answered_values, leaving_values
 from autopar.ir.structure import is_cut
@@ -610,7 +610,7 @@ class Lowering:
         elsewhere = [self._step_bytes(tensor, steps, lane.axes) for lane in self.others]
         forward, backward = (self._transmissions(steps, sizes, direction, elsewhere) for direction in (0, 1))
         way, back = self.copies.of_activation(tensor, self.placements[tensor], steps)
-        shares = way.own_bytes is None and not (tensor in self.again.tensors and makes_memory(steps))
+        shares = way.own_bytes is None
         number = len(program.items)
         if (self.again or self.copied) and tensor not in self.facts.constants:
             scope = self._reading_scope(tensor, target)
