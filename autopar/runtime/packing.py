@@ -11,7 +11,7 @@ LONE_BYTES = 1 << 20  # a tensor from this size on is worth a collective of its 
 BUCKET_BYTES = 25 << 20  # DDP's choice: large enough to reach the link's bandwidth, small enough to overlap
 FIRST_BUCKET_BYTES = 1 << 20  # the first to be complete is small, so that the link is busy early
 SAMPLED = 16  # values, of so many parameters, by which updates of copies are seen that nothing else tells of
-MAX_IN_FLIGHT = 3  # buckets that hold a whole gradient while only its shard is wanted
+MAX_IN_FLIGHT = 3  # buckets that hold a gradient as it is made beside what is stored, of another size
 
 
 BLOCK = 256  # values that share a scale, where gradients are sent in 8 bits

@@ -88,7 +88,9 @@ class GradientReduction:
         self.mesh = mesh
         self.owned = False  # whether the tensors are ours to overwrite
         self.on_host = bucket.slots[0].parameter.is_on_host
-        self.shrinks = self.on_host or any(s.step.source.is_shard for s in bucket.slots[0].steps)
+        steps = [sized.step for sized in bucket.slots[0].steps]
+        # what arrives is memory of its own, beside whole gradients or packed shards: few of these are under way
+        self.is_resized = self.on_host or any(step.source.is_shard or step.target.is_shard for step in steps)
         # the last step is the copy to the host; those of a sum by levels are phases of their own
         self._steps_left = len(bucket.slots[0].steps) - len(bucket.levels) + self.on_host
         self._phases = [] if self.buffer is None else coalesce.sum_by_levels(self.buffer, bucket.levels)
@@ -268,8 +270,8 @@ class Reducer:
         for journey in self._in_flight:
             if journey.is_to_go_on:
                 journey.advance()
-        shrinking = [journey for journey in self._in_flight if journey.shrinks]
-        for journey in shrinking[: max(0, len(shrinking) - MAX_IN_FLIGHT + 1)]:
+        resized = [journey for journey in self._in_flight if journey.is_resized]
+        for journey in resized[: max(0, len(resized) - MAX_IN_FLIGHT + 1)]:
             journey.finish()
             self._in_flight.remove(journey)
         self._in_flight.append(GradientReduction(bucket, self.mesh))

@@ -374,14 +374,22 @@ class Copies:
 
     def scatter_bytes(self, tensor: str, source: Placement, steps: Sequence[Step]) -> int:
         """For a parameter's gradient on its way home, beside the gradient itself and what arrives: of what is
-        scattered, and of small shards that are summed then."""
+        scattered, of shards that are gathered and do not lie there one after the other, and of small ones that are
+        summed then."""
         total, is_scattered = 0, False
-        for _, step, after in reversed(self._walk(source, steps)):
+        for before, step, after in reversed(self._walk(source, steps)):
             kinds = step.before.kind, step.after.kind
             size = math.prod(self._shapes.local(tensor, after)[0]) * self._graph.kept(tensor).itemsize
             is_packed = size < LONE_BYTES
             if kinds == ("S", "R"):
                 total += size * (bool(step.before.dim) + is_packed + self._sums_parts)
+                is_scattered = True
+            elif kinds == ("I", "S"):
+                whole, axis_size = self._shapes.local(tensor, before)[0], self._axes[step.axis].size
+                full = math.prod(whole) * self._graph.kept(tensor).itemsize
+                leads = math.prod(whole[: step.after.dim]) == 1
+                is_direct = leads and whole[step.after.dim] % axis_size == 0 and full >= LONE_BYTES
+                total += 0 if is_direct else size + full
                 is_scattered = True
             elif kinds == ("I", "R") and is_scattered:
                 total += size * is_packed

@@ -174,7 +174,7 @@ class PartPlayer(Player):
         self._share_of = {slot: number for number, share in enumerate(shares) for slot in share.slots}
         self._moved = {
             number for number, slot in enumerate(slots)
-            if slot.requires_grad and slot.steps and (slot.shrinks or is_summed_first(slot))
+            if slot.requires_grad and slot.steps and (slot.is_resized or is_summed_first(slot))
         }  # fmt: skip
         if not self._moved.isdisjoint(self._ended_here().difference(self._share_of)):
             raise Unsupported  # the parameter is read first where no gradient flows, and its bucket is there
@@ -184,8 +184,8 @@ class PartPlayer(Player):
             (index, share.way) for index, share in enumerate(shares) if share.completed_at >= 0 and share.comes
         )
         lowered, items = part.lowered, part.program.items
-        self.shrinks_with_others = tuple([
-            (index, way) for index, way in self.waits if slots[shares[index].slots[0]].shrinks
+        self.is_resized_with_others = tuple([
+            (index, way) for index, way in self.waits if slots[shares[index].slots[0]].is_resized
         ])  # fmt: skip
         self.joins_others = tuple([(index, share) for index, share in enumerate(shares) if share.comes or share.goes])
         self.reads = tuple(sorted({
@@ -335,7 +335,7 @@ class PartPlayer(Player):
 
     def _is_buffered(self, share: Share, is_later: bool) -> bool:
         slot = self.program.slots[share.slots[0]]
-        return share.is_begun or (is_later and not (slot.shrinks and slot.reduces_each))
+        return share.is_begun or (is_later and not (slot.is_resized and slot.reduces_each))
 
     def _exit(self, latest: int) -> Exit:
         engine, lowered = self.engine, self.part.lowered

@@ -593,10 +593,10 @@ class _PartedPass:
 
     def _arrivals(self, player: PartPlayer) -> tuple[tuple[int, int], ...]:
         """Bytes of other parts' shards that go home with this part's: new ones, and those added to what is there."""
-        if not player.shrinks_with_others:
+        if not player.is_resized_with_others:
             return ()
         found = [(0, 0)] * len(player.shares)
-        for index, way in player.shrinks_with_others:
+        for index, way in player.is_resized_with_others:
             new = added = 0
             seen = set(self.held)
             for at, numbers in self.open[way][1]:
@@ -621,14 +621,14 @@ class _PartedPass:
         opened = dict(self.open)
         for index, share in player.joins_others:
             end, members = self.open[share.way] if share.comes else (-1, ())
-            if share.comes and index in left.sent and player.program.slots[share.slots[0]].shrinks:
+            if share.comes and index in left.sent and player.program.slots[share.slots[0]].is_resized:
                 for at, numbers in members:
                     self.whole[at] = self.whole[at].difference(numbers)
                     self.held.update([self._name(at, n) for n in numbers])
             if share.goes:
                 own = begin + left.own[index] if left.own[index] >= 0 else -1
-                shrinks = player.program.slots[share.slots[0]].shrinks
-                opened[share.way] = max(end, own), (*members, (number, share.slots)) if shrinks else ()
+                is_resized = player.program.slots[share.slots[0]].is_resized
+                opened[share.way] = max(end, own), (*members, (number, share.slots)) if is_resized else ()
         self.open = opened
 
 

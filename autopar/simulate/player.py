@@ -779,7 +779,7 @@ class Player:
         if not slots[0].reduces_each and not self._kind.is_last:
             return
         if self.overlap.sums is not Sums.BUFFERED:
-            self._go_on(slots[0].shrinks)
+            self._go_on(slots[0].is_resized)
         after = [*after, *(task for slot in slots for task in self._gradients.pop(slot.value, ()))]
         last, cut = max(after), -1
         if share.transmissions:
@@ -792,17 +792,17 @@ class Player:
         if self.overlap.sums is Sums.BUFFERED:
             self._whole.difference_update(share.slots)
             self._buffered.discard(index)
-        elif slots[0].shrinks:
+        elif slots[0].is_resized:
             self._begin_journey(index, last, cut)
 
-    def _go_on(self, shrinks: bool) -> None:
+    def _go_on(self, is_resized: bool) -> None:
         """Before another bucket is sent: journeys of several steps end, and the oldest if many are left."""
         for journey in [*self._travelling]:
             if journey.one.has_buffer and not journey.one.is_downward:
                 self._end_travelling(journey)
             elif journey.cut >= 0:
                 self._cut_travelling(journey)
-        while shrinks and len(going := [j for j in self._travelling if not j.one.stays]) >= MAX_IN_FLIGHT:
+        while is_resized and len(going := [j for j in self._travelling if not j.one.stays]) >= MAX_IN_FLIGHT:
             self._end_travelling(going[0])
 
     def _begin_levels(self, transmissions: Sequence[Transmission], task: int) -> None:

@@ -192,13 +192,13 @@ class Slot:
     scatter_bytes: int = 0  # of copies while its gradient is scattered
     cast_bytes: tuple[int, int] = (0, 0)  # read and written to cast what is stored, and its gradient back
     is_cast: bool = False  # it is used in another dtype than it is stored in
-    shrinks: bool = field(init=False)  # its gradient is smaller at home than where it is made
+    is_resized: bool = field(init=False)  # its gradient has another size at home than where it is made
     reduces_each: bool = field(init=False)  # its gradient goes home in each microbatch
     converts: bool = field(init=False)  # operators use something else than what is stored
     by_levels: bool = field(init=False)  # its gradient is summed by levels
 
     def __post_init__(self) -> None:
-        self.shrinks = any(step.before.kind == "S" for step in self.steps)
+        self.is_resized = any("S" in (step.before.kind, step.after.kind) for step in self.steps)
         self.reduces_each = self.storage.regather or self.storage.reduce_each_microbatch
         self.converts = self.is_cast or bool(self.steps)
         self.by_levels = any(step.parts > 1 for step in self.steps)

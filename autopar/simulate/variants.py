@@ -258,7 +258,7 @@ class Variants:
     def _player(self, part: Part, own: tuple[Share, ...], around: tuple[Any, ...]) -> PartPlayer:
         known = self.known.players.get((id(part), own, around))
         if known is None:
-            if any(one.lacks and part.program.slots[one.slots[0]].shrinks for one in own):
+            if any(one.lacks and part.program.slots[one.slots[0]].is_resized for one in own):
                 raise Unsupported("shards of a tensor without gradient travel with others'")
             forward = self.known.forward.setdefault((id(part), around), Forward())
             known = self.known.players[id(part), own, around] = PartPlayer(
