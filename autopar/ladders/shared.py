@@ -113,7 +113,7 @@ class RungLayers(Layered):
         samples = self.batch // setting.microbatches // ranks if setting.zero is not None else (self.request.mesh,)
         is_inside = setting.num_devices <= self.request.mesh.devices_per_node
         stored = setting.zero, setting.splits_sequence, setting.num_stages > 1, is_inside, setting.microbatches > 1
-        free = () if setting.zero is not None else (setting,)
+        free = () if setting.zero is not None else (self.batch, setting)
         return self._homes.setdefault((names, shared, samples, stored, free), (self, setting))
 
     @cached_method

@@ -1,6 +1,6 @@
 """A ladder of Llama-3-8B beside searches of its rungs by themselves: processor time, and how much slower its plans are.
 
-    python -m benchmarks.ladder.run --kind h100 [--own all|few|none] [--counts 8 16 …] [--batches 384 …]
+    python -m benchmarks.ladder.run --kind h100 [--own all|few|none | --rungs 8:384 …] [--counts 8 …] [--batches 384 …]
 
 The ladder is made from the model on; each search of its own too, as a user would call `parallelize(search="fast")`,
 without emitting. Processor time of this process; the ladder is made before these searches and once more after them, so
@@ -21,6 +21,7 @@ import torch
 import autopar
 from autopar.errors import AutoparError
 from autopar.ladders import Ladder, Rung
+from autopar.ladders.forms import Observed, fitted
 from autopar.ladders.text import outline_text
 from autopar.pipeline import planned_jointly
 from autopar.request import BUDGETS, Request
@@ -89,6 +90,15 @@ def row(rung: Rung, own: Alone | None) -> dict[str, Any]:
     return found
 
 
+def _off(rows: list[dict[str, Any]]) -> str:
+    """Mean and largest error of each form that is fitted to the rungs."""
+    points = [
+        Observed(r["devices"], r["devices"] // 8, r["batch"], r["step_ns"] / 1e9) for r in rows if r.get("step_ns")
+    ]
+    errors = {form: fitted(points, form).error for form in ("optimus", "pollux")}
+    return ", ".join(f"{mean:.1%} in the mean and {most:.1%} at most ({form})" for form, (mean, most) in errors.items())
+
+
 def text(kinds: dict[str, Any]) -> str:
     said = list[str]()
     for kind, one in kinds.items():
@@ -108,6 +118,7 @@ def text(kinds: dict[str, Any]) -> str:
             said[-1] += f". Step of the ladder's plan over that of its own search: mean {statistics.mean(ratios):.4f}, "
             said[-1] += f"worst {max(ratios):.4f}, best {min(ratios):.4f}, above 1.01 in "
             said[-1] += f"{sum(ratio > 1.01 for ratio in ratios)} of {len(ratios)}"
+        said[-1] += f". Forms that schedulers read, off by {_off(rows)} of a rung's step"
         said += ["", "| devices | batch | step (s) | plan | own search (s) | ratio | own plan | processor s |"]
         said.append("|---" * 8 + "|")
         for r in rows:
@@ -121,6 +132,11 @@ def text(kinds: dict[str, Any]) -> str:
     return "\n".join(said)
 
 
+def _rung_of(text: str) -> tuple[int, int]:
+    devices, _, batch = text.partition(":")
+    return int(devices), int(batch)
+
+
 def main() -> None:
     """Measures one kind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -128,6 +144,7 @@ def main() -> None:
     parser.add_argument("--own", choices=("all", "few", "none"), default="few")
     parser.add_argument("--counts", type=int, nargs="+", default=COUNTS)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--rungs", type=_rung_of, nargs="+", help="devices:batch of those that are searched beside")
     options = parser.parse_args()
     ladder, spent = made(options.kind, tuple(options.counts), tuple(options.batches))
     print(ladder)
@@ -136,12 +153,14 @@ def main() -> None:
     rows = [row(rung, None) for rung in ladder.rungs]
     told = facts("benchmarks.ladder.run")
     kinds[options.kind] = {**told, "profile": profile_told(options.kind), "processor_s": round(spent, 1), "rows": rows}
+    every = {(rung.devices, rung.global_batch) for rung in ladder.rungs}
+    wanted = every & set(options.rungs or {"all": every, "few": FEW, "none": ()}[options.own])
     for number, rung in enumerate(ladder.rungs):
-        if options.own == "all" or (options.own == "few" and (rung.devices, rung.global_batch) in FEW):
+        if (rung.devices, rung.global_batch) in wanted:
             rows[number] = row(rung, alone(options.kind, rung.devices, rung.global_batch))
             print(rows[number], flush=True)
             write_record(FILE, told, {"kinds": kinds}, text(kinds))
-    if options.own != "none":
+    if wanted:
         again, spent = made(options.kind, tuple(options.counts), tuple(options.batches))
         assert _steps(again) == _steps(ladder), "expected the same ladder again"
         kinds[options.kind]["again_s"] = round(spent, 1)
