@@ -12,11 +12,11 @@ Plans and programs are made elsewhere; the server that queues requests and runs 
 from __future__ import annotations
 
 from autopar.colocation.form import packing_schema, read_sessions, sessions_schema
-from autopar.colocation.packing import PackedHost, Packing, Run, pack
-from autopar.colocation.sessions import BatchCurve, BatchPoint, HostKind, Session, host_of, request_curve
-from autopar.colocation.windows import Window, window, windows
+from autopar.colocation.packing import HostedRun, HostPacking, PackedHost, pack
+from autopar.colocation.sessions import BatchCurve, BatchPoint, HostKind, ServingSession, host_of, request_curve
+from autopar.colocation.windows import BatchingWindow, window, windows
 
 __all__ = [
-    "BatchCurve", "BatchPoint", "HostKind", "PackedHost", "Packing", "Run", "Session", "Window", "host_of", "pack",
-    "packing_schema", "read_sessions", "request_curve", "sessions_schema", "window", "windows",
+    "BatchCurve", "BatchPoint", "BatchingWindow", "HostKind", "HostPacking", "HostedRun", "PackedHost", "ServingSession",
+    "host_of", "pack", "packing_schema", "read_sessions", "request_curve", "sessions_schema", "window", "windows",
 ]  # fmt: skip

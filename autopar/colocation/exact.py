@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ortools.sat.python import cp_model
 
-from autopar.colocation.periods import Choice, Demand
+from autopar.colocation.periods import Demand, HostChoice
 from autopar.colocation.sessions import HostKind
 from autopar.colocation.squishy import Bin
 
@@ -32,20 +32,20 @@ class Solved(NamedTuple):
     """Choices of all sessions, and the hosts of their rests. cost and bound: of all hosts, whole ones too; equal where
     nothing is better."""
 
-    chosen: tuple[Choice, ...]
+    chosen: tuple[HostChoice, ...]
     bins: tuple[Bin, ...]
     cost: int
     bound: int
 
 
-def cost_of(chosen: Sequence[Choice], bins: Sequence[Bin], costs: Mapping[str, int]) -> int:
+def cost_of(chosen: Sequence[HostChoice], bins: Sequence[Bin], costs: Mapping[str, int]) -> int:
     """Of all hosts."""
     return sum(costs[one.kind] * one.whole.hosts for one in chosen) + sum(costs[one.kind] for one in bins)
 
 
 def solved(
-    options: Sequence[Sequence[Choice]], hosts: Mapping[str, HostKind], costs: Mapping[str, int],
-    hint: tuple[Sequence[Choice], Sequence[Bin]], work_s: float,
+    options: Sequence[Sequence[HostChoice]], hosts: Mapping[str, HostKind], costs: Mapping[str, int],
+    hint: tuple[Sequence[HostChoice], Sequence[Bin]], work_s: float,
 ) -> Solved | None:  # fmt: skip
     """The packing of least cost. None where what is available does not do. hint: one that may be as good. work_s: of
     CP-SAT's deterministic time."""
@@ -65,7 +65,7 @@ def solved(
 
 
 @dataclass(eq=False)
-class _Host:
+class _OpenHost:
     """A host that may be used, with the rests that may be on it (by session) and its periods."""
 
     kind: str
@@ -77,7 +77,7 @@ class _Model:
     """The variables, and what holds of them."""
 
     def __init__(
-        self, options: Sequence[Sequence[Choice]], kinds: Mapping[str, HostKind], costs: Mapping[str, int]
+        self, options: Sequence[Sequence[HostChoice]], kinds: Mapping[str, HostKind], costs: Mapping[str, int]
     ) -> None:  # fmt: skip
         self.model, self.kinds = cp_model.CpModel(), kinds
         self.taken = [[(one, self.model.new_bool_var("z")) for one in own] for own in options]
@@ -90,20 +90,20 @@ class _Model:
                 self.model.add(counts[kind] <= host.available)
         self.model.minimize(sum(costs[kind] * count for kind, count in counts.items()))
 
-    def _hosts_of(self, kind: str) -> list[_Host]:
+    def _hosts_of(self, kind: str) -> list[_OpenHost]:
         """As many as there are rests; the n-th rest is on one of the first n, since hosts are alike."""
         rests = [(one.rest, z) for own in self.taken for one, z in own if one.kind == kind and one.rest is not None]
-        found = list[_Host]()
+        found = list[_OpenHost]()
         for number in range(len(rests)):
             own = {rest.session: (rest, self.model.new_bool_var("x")) for rest, _ in rests[number:]}
             periods = sorted({d for rest, _ in own.values() for d in rest.periods})
-            found.append(_Host(kind, own, {d: self.model.new_bool_var("y") for d in periods}))
+            found.append(_OpenHost(kind, own, {d: self.model.new_bool_var("y") for d in periods}))
             self._share(found[-1])
         for rest, z in rests:
             self.model.add(sum(host.rests[rest.session][1] for host in found if rest.session in host.rests) == z)
         return found
 
-    def _share(self, host: _Host) -> None:
+    def _share(self, host: _OpenHost) -> None:
         """What holds of a host in each of its periods."""
         self.model.add_at_most_one(host.periods.values())
         capacity = self.kinds[host.kind].capacity_bytes // _KIB
@@ -121,13 +121,13 @@ class _Model:
         used = sum(y for host in self.hosts if host.kind == kind for y in host.periods.values())
         return used + sum(one.whole.hosts * z for own in self.taken for one, z in own if one.kind == kind)
 
-    def begin_with(self, chosen: Sequence[Choice], bins: Sequence[Bin]) -> None:
+    def begin_with(self, chosen: Sequence[HostChoice], bins: Sequence[Bin]) -> None:
         """Hints at a packing."""
         for own, one in zip(self.taken, chosen, strict=True):
             for choice, z in own:
                 self.model.add_hint(z, choice is one)
 
-    def read(self, solver: cp_model.CpSolver) -> tuple[tuple[Choice, ...], tuple[Bin, ...]]:
+    def read(self, solver: cp_model.CpSolver) -> tuple[tuple[HostChoice, ...], tuple[Bin, ...]]:
         chosen = tuple(next(one for one, z in own if solver.value(z)) for own in self.taken)
         bins = list[Bin]()
         for host in self.hosts:

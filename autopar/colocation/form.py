@@ -9,19 +9,19 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autopar.colocation.packing import PackedHost, Packing
-from autopar.colocation.sessions import BatchCurve, BatchPoint, HostKind, Session, host_of, request_curve
-from autopar.colocation.windows import Window
+from autopar.colocation.packing import HostPacking, PackedHost
+from autopar.colocation.sessions import BatchCurve, BatchPoint, HostKind, ServingSession, host_of, request_curve
+from autopar.colocation.windows import BatchingWindow
 from autopar.errors import PlanError
 from autopar.ir import reading
 
 VERSION = 1
 
 
-class Asked(NamedTuple):
+class AskedPacking(NamedTuple):
     """What `pack` is called with."""
 
-    sessions: list[Session]
+    sessions: list[ServingSession]
     hosts: list[HostKind]
     percentile: float | None
 
@@ -42,7 +42,7 @@ def _schema(name: str) -> Any:
     return json.loads(files("autopar.colocation").joinpath(name).read_text(encoding="utf-8"))
 
 
-def read_sessions(path: str | Path) -> Asked:
+def read_sessions(path: str | Path) -> AskedPacking:
     """Sessions and hosts of a file; curves that it names by file are read beside it. Raises PlanError where it is not
     as its schema says."""
     path = Path(path)
@@ -53,14 +53,14 @@ def read_sessions(path: str | Path) -> Asked:
         raise PlanError(f"{path}: {error}") from None
     hosts = [_host(name, own) for name, own in data["hosts"].items()]
     sessions = [
-        Session(
+        ServingSession(
             one["name"], one["rate_per_second"], round(one["bound_ms"] * 1e6),
             {kind: _curve(curve, path.parent) for kind, curve in one["curves"].items()},
         )
         for one in data["sessions"]
     ]  # fmt: skip
     percentile = data.get("percentile", 0.99) if data.get("arrivals", "random") == "random" else None
-    return Asked(sessions, hosts, percentile)
+    return AskedPacking(sessions, hosts, percentile)
 
 
 def _parsed(path: Path) -> Any:
@@ -89,7 +89,7 @@ def _curve(own: Any, folder: Path) -> BatchCurve:
         raise PlanError(f"{folder / own['file']}: expected a curve.json of a served program, found {error!r}") from None
 
 
-def packing_json(packing: Packing) -> str:
+def packing_json(packing: HostPacking) -> str:
     """The packing as JSON text, ending in a newline."""
     data = {
         "autopar_packing": VERSION, "unit": packing.unit, "cost": packing.cost, "bound": packing.bound,
@@ -108,5 +108,5 @@ def _packed(host: PackedHost) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _window(window: Window) -> dict[str, Any]:
+def _window(window: BatchingWindow) -> dict[str, Any]:
     return {name: getattr(window, name) for name in ("batch", "wait_ns", "worst_ns", "mean_batch", "busy_share")}

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from autopar.colocation.arrivals import checked_percentile
 from autopar.colocation.exact import Solved, cost_of, solved
-from autopar.colocation.periods import Choice, choice, why_not
-from autopar.colocation.sessions import HostKind, Session
+from autopar.colocation.periods import HostChoice, choice, why_not
+from autopar.colocation.sessions import HostKind, ServingSession
 from autopar.colocation.squishy import Bin, greedy
-from autopar.colocation.windows import Window, window
+from autopar.colocation.windows import BatchingWindow, window
 from autopar.errors import PlanError
 from autopar.views import view
 
@@ -27,7 +27,7 @@ WORK_S = 60.0
 """What CP-SAT may do, of its deterministic time. Halved, more than some fifteen sessions are packed less surely."""
 
 
-class Run(NamedTuple):
+class HostedRun(NamedTuple):
     """A session on a host: rate_s requests a second of it, in batches of up to `batch`, begun begins_ns into each
     period and answered within worst_ns. window: where the host has no other, by which it begins instead."""
 
@@ -37,7 +37,7 @@ class Run(NamedTuple):
     begins_ns: int
     latency_ns: int
     worst_ns: int
-    window: Window | None = None
+    window: BatchingWindow | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class PackedHost:
     kind: str
     count: int
     period_ns: int
-    runs: tuple[Run, ...]
+    runs: tuple[HostedRun, ...]
     peak_bytes: int
 
     @property
@@ -58,7 +58,7 @@ class PackedHost:
 
 
 @dataclass(frozen=True)
-class Packing:
+class HostPacking:
     """What runs where. cost: hosts' devices, or money an hour where all kinds have prices (`unit`); bound: what any
     such packing costs at least; greedy_cost: what Nexus' method alone finds. percentile: of requests that are answered
     in time, where they come at random; None where they come evenly, and all are. lacks: why there is none, and what
@@ -93,8 +93,9 @@ class Packing:
 
 
 def pack(
-    sessions: Iterable[Session], hosts: Iterable[HostKind], *, percentile: float | None = 0.99, work_s: float = WORK_S
-) -> Packing:  # fmt: skip
+    sessions: Iterable[ServingSession], hosts: Iterable[HostKind], *, percentile: float | None = 0.99,
+    work_s: float = WORK_S,
+) -> HostPacking:  # fmt: skip
     """Packs sessions on hosts: the fewest devices, or the least money an hour where all kinds have prices.
 
     A session takes whole hosts, as many as it fills, and what is left has a turn each period on a host that it shares
@@ -117,17 +118,17 @@ def pack(
         if not own
     ]
     if impossible:
-        return Packing(unit=unit, percentile=percentile, lacks=tuple(impossible))
+        return HostPacking(unit=unit, percentile=percentile, lacks=tuple(impossible))
     hint = greedy(options, kinds, costs)
     best = solved(options, kinds, costs, hint, work_s)
     if best is None:
-        return Packing(unit=unit, percentile=percentile, lacks=(_too_few(options, kinds, costs, hint, work_s),))
+        return HostPacking(unit=unit, percentile=percentile, lacks=(_too_few(options, kinds, costs, hint, work_s),))
     scale = 1 if unit == "devices" else MILLIONTHS
     found = tuple(_hosts(wanted, best, percentile))
-    return Packing(found, unit, best.cost / scale, best.bound / scale, cost_of(*hint, costs) / scale, percentile)
+    return HostPacking(found, unit, best.cost / scale, best.bound / scale, cost_of(*hint, costs) / scale, percentile)
 
 
-def _check(sessions: Sequence[Session], kinds: Mapping[str, HostKind]) -> None:
+def _check(sessions: Sequence[ServingSession], kinds: Mapping[str, HostKind]) -> None:
     names = [session.name for session in sessions]
     if not names or len(set(names)) < len(names):
         raise PlanError(f"expected at least one session, each name once, found {names}")
@@ -143,8 +144,8 @@ def _costs(kinds: Mapping[str, HostKind]) -> tuple[str, dict[str, int]]:
 
 
 def _too_few(
-    options: Sequence[Sequence[Choice]], kinds: Mapping[str, HostKind], costs: Mapping[str, int],
-    hint: tuple[list[Choice], list[Bin]], work_s: float,
+    options: Sequence[Sequence[HostChoice]], kinds: Mapping[str, HostKind], costs: Mapping[str, int],
+    hint: tuple[list[HostChoice], list[Bin]], work_s: float,
 ) -> str:  # fmt: skip
     """What would do instead of what is available."""
     free = {name: replace(host, available=None) for name, host in kinds.items()}
@@ -158,29 +159,29 @@ def _too_few(
     return f"what is available is too little ({have}); with as many as are asked for, {wanted} would do"
 
 
-def _hosts(sessions: Sequence[Session], best: Solved, percentile: float | None) -> Iterable[PackedHost]:
+def _hosts(sessions: Sequence[ServingSession], best: Solved, percentile: float | None) -> Iterable[PackedHost]:
     for one in best.chosen:
         point, session = one.whole.point, sessions[one.session]
         if one.whole.hosts and point is not None:
             worst = 2 * point.latency_ns
-            run = Run(session.name, one.whole.rate_s, point.batch, 0, point.latency_ns, worst)
+            run = HostedRun(session.name, one.whole.rate_s, point.batch, 0, point.latency_ns, worst)
             run = run._replace(window=_window(session, one.kind, run, percentile))
             yield PackedHost(one.kind, one.whole.hosts, point.latency_ns, (run,), point.peak_bytes)
     for one_bin in best.bins:
         points = [rest.program(one_bin.period_ns) for rest in one_bin.rests]
-        runs = list[Run]()
+        runs = list[HostedRun]()
         begins = accumulate((p.latency_ns for p in points if p is not None), initial=0)
         for rest, point, begin in zip(one_bin.rests, points, begins, strict=False):
             assert point is not None
             name, worst = sessions[rest.session].name, one_bin.period_ns + point.latency_ns
-            runs.append(Run(name, rest.rate_s, point.batch, begin, point.latency_ns, worst))
+            runs.append(HostedRun(name, rest.rate_s, point.batch, begin, point.latency_ns, worst))
         if len(runs) == 1:
             session = sessions[one_bin.rests[0].session]
             runs = [runs[0]._replace(window=_window(session, one_bin.kind, runs[0], percentile))]
         yield PackedHost(one_bin.kind, 1, one_bin.period_ns, tuple(runs), one_bin.peak_bytes)
 
 
-def _window(session: Session, kind: str, run: Run, percentile: float | None) -> Window | None:
+def _window(session: ServingSession, kind: str, run: HostedRun, percentile: float | None) -> BatchingWindow | None:
     """Of a host that has one session, with programs up to what it was packed for."""
     if percentile is None:
         return None

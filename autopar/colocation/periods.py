@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from autopar.colocation.arrivals import most_arrivals
-from autopar.colocation.sessions import SECOND_NS, BatchPoint, HostKind, Session
+from autopar.colocation.sessions import SECOND_NS, BatchPoint, HostKind, ServingSession
 
 _NONE_LEFT = 1e-9
 """Of a session's rate, what is taken for nothing."""
@@ -62,7 +62,7 @@ class Whole(NamedTuple):
     rate_s: float
 
 
-class Choice(NamedTuple):
+class HostChoice(NamedTuple):
     """A session on a kind of host: hosts of its own, and what is left to be run beside others."""
 
     session: int
@@ -71,7 +71,7 @@ class Choice(NamedTuple):
     rest: Demand | None
 
 
-def choice(number: int, session: Session, host: HostKind, percentile: float | None) -> Choice | None:
+def choice(number: int, session: ServingSession, host: HostKind, percentile: float | None) -> HostChoice | None:
     """None where the session cannot be run there: `why_not` says why."""
     points = session.curves[host.name].within(host.capacity_bytes) if host.name in session.curves else ()
     rates = [
@@ -85,12 +85,12 @@ def choice(number: int, session: Session, host: HostKind, percentile: float | No
     hosts = math.floor(session.rate_s / most * (1 + _NONE_LEFT))
     left = session.rate_s - hosts * most
     if left <= _NONE_LEFT * session.rate_s:
-        return Choice(number, host.name, Whole(hosts, point, min(most, session.rate_s / max(1, hosts))), None)
+        return HostChoice(number, host.name, Whole(hosts, point, min(most, session.rate_s / max(1, hosts))), None)
     rest = Demand(number, left, points, session.bound_ns, percentile)
-    return Choice(number, host.name, Whole(hosts, point if hosts else None, most), rest)
+    return HostChoice(number, host.name, Whole(hosts, point if hosts else None, most), rest)
 
 
-def why_not(session: Session, host: HostKind) -> str:
+def why_not(session: ServingSession, host: HostKind) -> str:
     """What lacks where a session has no choice on a kind of host."""
     curve = session.curves.get(host.name)
     if curve is None:

@@ -61,7 +61,7 @@ class BatchCurve:
 
 
 @dataclass(frozen=True)
-class Session:
+class ServingSession:
     """A model under load. rate_s: requests a second. bound_ns: from a request's arrival to its answer. curves: by name
     of a kind of host. Raises PlanError for what is none."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from autopar.colocation.periods import Choice, Demand
+from autopar.colocation.periods import Demand, HostChoice
 from autopar.colocation.sessions import BatchPoint, HostKind
 
 
@@ -44,8 +44,8 @@ class Bin(NamedTuple):
 
 
 def greedy(
-    options: Sequence[Sequence[Choice]], hosts: Mapping[str, HostKind], costs: Mapping[str, int]
-) -> tuple[list[Choice], list[Bin]]:
+    options: Sequence[Sequence[HostChoice]], hosts: Mapping[str, HostKind], costs: Mapping[str, int]
+) -> tuple[list[HostChoice], list[Bin]]:
     """Of each session a choice, that of least cost if rests were shared out evenly, and the hosts of the rests."""
     chosen = [min(own, key=lambda one: costs[one.kind] * (one.whole.hosts + _occupancy(one.rest))) for own in options]
     bins = list[Bin]()

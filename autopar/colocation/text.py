@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.colocation.packing import PackedHost, Packing, Run
+from autopar.colocation.packing import HostedRun, HostPacking, PackedHost
 from autopar.ir.naming import printable
 from autopar.show.text import bytes_text, time_text
 
 
-def packing_text(packing: Packing) -> str:
+def packing_text(packing: HostPacking) -> str:
     """All of it."""
     return printable("\n".join(_lines(packing)))
 
 
-def _lines(packing: Packing) -> Iterator[str]:
+def _lines(packing: HostPacking) -> Iterator[str]:
     if packing.lacks:
         yield "none: nothing runs all sessions in time"
         yield from (f"  {said}" for said in packing.lacks)
@@ -29,7 +29,7 @@ def _lines(packing: Packing) -> Iterator[str]:
         yield from _host_lines(host)
 
 
-def _proof(packing: Packing) -> str:
+def _proof(packing: HostPacking) -> str:
     return "none is better (CP-SAT)" if packing.is_proved else f"at least {packing.bound:g} by CP-SAT's bound"
 
 
@@ -41,7 +41,7 @@ def _host_lines(host: PackedHost) -> Iterator[str]:
     yield from (f"    {_run_text(run)}" for run in host.runs)
 
 
-def _run_text(run: Run) -> str:
+def _run_text(run: HostedRun) -> str:
     said = f"{run.session}: {run.rate_s:.4g} a second in batches of up to {run.batch} ({time_text(run.latency_ns)})"
     if run.window is None:
         return f"{said}, from {time_text(run.begins_ns)} on, answered within {time_text(run.worst_ns)}"

@@ -29,7 +29,7 @@ _AS_GOOD = 0.01
 
 
 @dataclass(frozen=True)
-class Window:
+class BatchingWindow:
     """Begin once `batch` requests are there, or the oldest has waited wait_ns. rate_s: for which it was found.
 
     worst_ns: within which the percentile of requests is answered. mean_batch and busy_share as predicted.
@@ -47,7 +47,7 @@ class Window:
         return 0 if queued >= self.batch else max(0, self.wait_ns - oldest_waited_ns)
 
 
-def window(curve: BatchCurve, rate_s: float, bound_ns: int, percentile: float = 0.99) -> Window:
+def window(curve: BatchCurve, rate_s: float, bound_ns: int, percentile: float = 0.99) -> BatchingWindow:
     """The window for a rate of requests a second, with which that share of them is answered within the bound.
 
     Raises InfeasibleError where one host cannot take so many in time, naming the highest rate that it does.
@@ -68,10 +68,12 @@ def window(curve: BatchCurve, rate_s: float, bound_ns: int, percentile: float = 
     return min((one for one in every if one.busy_share <= busy), key=lambda one: (one.worst_ns, one.wait_ns))
 
 
-def windows(curve: BatchCurve, rates_s: Iterable[float], bound_ns: int, percentile: float = 0.99) -> list[Window]:
+def windows(
+    curve: BatchCurve, rates_s: Iterable[float], bound_ns: int, percentile: float = 0.99
+) -> list[BatchingWindow]:
     """A table by rate, for a server that measures its own: it takes the window of the next higher rate. Ends before the
     first rate that one host cannot take."""
-    found = list[Window]()
+    found = list[BatchingWindow]()
     for rate in sorted(rates_s):
         try:
             found.append(window(curve, rate, bound_ns, percentile))
@@ -82,14 +84,16 @@ def windows(curve: BatchCurve, rates_s: Iterable[float], bound_ns: int, percenti
     return found
 
 
-def _window(curve: BatchCurve, point: BatchPoint, rate_s: float, bound_ns: int, step: int) -> Window:
+def _window(curve: BatchCurve, point: BatchPoint, rate_s: float, bound_ns: int, step: int) -> BatchingWindow:
     wait = (bound_ns - point.latency_ns) * step // _WAITS
     chances = counted(rate_s * wait / SECOND_NS, point.batch - 1)  # of 0 … b − 1 more, the last of all above, too
     sizes = range(1, point.batch + 1)
     mean = sum(chance * size for chance, size in zip(chances, sizes, strict=True))
     latencies = [_latency(curve, size, point) for size in sizes]
     busy = sum(chance * taken for chance, taken in zip(chances, latencies, strict=True)) / SECOND_NS * rate_s / mean
-    return Window(rate_s, point.batch, wait, max(wait, point.latency_ns) + point.latency_ns, mean, min(1.0, busy))
+    return BatchingWindow(
+        rate_s, point.batch, wait, max(wait, point.latency_ns) + point.latency_ns, mean, min(1.0, busy)
+    )
 
 
 def _latency(curve: BatchCurve, requests: int, point: BatchPoint) -> int:

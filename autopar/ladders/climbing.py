@@ -47,12 +47,11 @@ LOOKED_AT = 8
 """Of these, how many: the fastest, those that fit surely, and the fastest of each number of stages."""
 NEAR_ANEW = 1.04
 """Of the best plan's step, up to which the best of other forms are placed anew on a rung's own mesh, too. With none
-placed anew, some rungs are up to 3% slower than a search of their own finds; at 1.1, most of what is placed is not the
-best."""
+placed anew, some rungs are up to 3% slower than a search of their own finds; nearer to 2, each form is solved again."""
 LOOKED_AT_FREELY = 1
 """Shapes whose ranks share operators, the best first, at which placements that no template has are looked at. With
-none, rungs whose batch needs such shapes are up to 15% slower than a search of their own finds; with two, they take
-half as long again."""
+none, rungs whose batch needs such shapes are up to 15% slower than what a search of their own finds; more are more
+solves."""
 SIMULATED = ((2, 1.005), (5, 1.02))
 """Plans of one stage and of several that are simulated and fit; a further one only where it is likely to take no more
 than so many times the best, or where it is likely to undercut it by as much: estimates of one stage are within a

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from autopar.colocation import BatchCurve, HostKind, Session
+from autopar.colocation import BatchCurve, HostKind, ServingSession
 
 SECOND = 10**9
 
@@ -19,7 +19,7 @@ SECOND = 10**9
 # Packings ----------------------------------------
 
 
-def latency_within(session: Session, kind: HostKind, rate: Fraction, period: Fraction) -> tuple[int, int] | None:
+def latency_within(session: ServingSession, kind: HostKind, rate: Fraction, period: Fraction) -> tuple[int, int] | None:
     """The fastest program that takes what comes evenly in a period, if it answers in time: ns and bytes."""
     takes = [
         (p.latency_ns, p.peak_bytes)
@@ -31,7 +31,7 @@ def latency_within(session: Session, kind: HostKind, rate: Fraction, period: Fra
     return min(takes)
 
 
-def is_host(members: Sequence[tuple[Session, Fraction]], kind: HostKind) -> bool:
+def is_host(members: Sequence[tuple[ServingSession, Fraction]], kind: HostKind) -> bool:
     """Whether some period serves all."""
     periods = {Fraction(max(s.bound_ns for s, _ in members) * n, 200) for n in range(1, 201)}
     for session, rate in members:
@@ -57,7 +57,7 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
             yield [*found[:number], [first, *part], *found[number + 1 :]]
 
 
-def fewest(sessions: Sequence[Session], kinds: Sequence[HostKind], costs: Sequence[int]) -> int | None:
+def fewest(sessions: Sequence[ServingSession], kinds: Sequence[HostKind], costs: Sequence[int]) -> int | None:
     """The least cost of all packings in which each session is on one kind: hosts of its own, and a rest on one more.
     Requests come evenly."""
     best: int | None = None
@@ -88,7 +88,7 @@ def fewest(sessions: Sequence[Session], kinds: Sequence[HostKind], costs: Sequen
     return best
 
 
-def whole(session: Session, kind: HostKind) -> tuple[int, Fraction] | None:
+def whole(session: ServingSession, kind: HostKind) -> tuple[int, Fraction] | None:
     """Hosts that it fills, and the rate that is left."""
     if kind.name not in session.curves:
         return None

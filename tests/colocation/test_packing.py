@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from autopar.colocation import BatchCurve, BatchPoint, HostKind, Session, host_of, pack, request_curve
+from autopar.colocation import BatchCurve, BatchPoint, HostKind, ServingSession, host_of, pack, request_curve
 from autopar.errors import PlanError
 from tests.colocation import reference
 
@@ -19,7 +19,7 @@ def curve(*points: tuple[int, float, float]) -> BatchCurve:
     return BatchCurve(tuple(BatchPoint(batch, round(ms * MS), round(gb * GB)) for batch, ms, gb in points))
 
 
-def drawn(seed: int) -> tuple[list[Session], list[HostKind]]:
+def drawn(seed: int) -> tuple[list[ServingSession], list[HostKind]]:
     """Up to four sessions on one or two kinds of hosts, some of which they cannot run on."""
     draw = random.Random(seed)
     kinds = [HostKind("small", 1, 16 * GB), HostKind("large", draw.choice((2, 3)), 40 * GB)][: draw.choice((1, 2, 2))]
@@ -35,7 +35,7 @@ def drawn(seed: int) -> tuple[list[Session], list[HostKind]]:
                 curves[kind.name] = curve(*own)
         rate = draw.choice((5, 20, 60, 150, 400))
         if curves:
-            sessions.append(Session(f"s{number}", rate, round(draw.uniform(30, 200) * MS), curves))
+            sessions.append(ServingSession(f"s{number}", rate, round(draw.uniform(30, 200) * MS), curves))
     return sessions, kinds
 
 
@@ -84,9 +84,9 @@ def test_a_packing_holds_what_it_says() -> None:
 def test_models_share_a_device_as_nexus_has_it() -> None:
     """Its figure: A takes 75, 100 ms for 8, 16; B 50, 90 and C 60, 95 for as many. B's batches of 8 each 125 ms leave
     75 of these, which is what A takes of 8; C, whose period cannot be the same, has another device."""
-    a = Session("A", 64, 200 * MS, {"gpu": curve((4, 50, 1), (8, 75, 1), (16, 100, 1))})
-    b = Session("B", 32, 250 * MS, {"gpu": curve((4, 50, 1), (8, 90, 1), (16, 125, 1))})
-    c = Session("C", 32, 250 * MS, {"gpu": curve((4, 60, 1), (8, 95, 1), (16, 125, 1))})
+    a = ServingSession("A", 64, 200 * MS, {"gpu": curve((4, 50, 1), (8, 75, 1), (16, 100, 1))})
+    b = ServingSession("B", 32, 250 * MS, {"gpu": curve((4, 50, 1), (8, 90, 1), (16, 125, 1))})
+    c = ServingSession("C", 32, 250 * MS, {"gpu": curve((4, 60, 1), (8, 95, 1), (16, 125, 1))})
     found = pack([a, b, c], [HostKind("gpu", 1, 16 * GB)], percentile=None)
     assert found.cost == found.greedy_cost == 2 and found.is_proved
     assert [run.session for run in found.hosts[0].runs] == ["A", "B"]
@@ -96,7 +96,7 @@ def test_models_share_a_device_as_nexus_has_it() -> None:
 
 def test_money_counts_where_prices_are_given() -> None:
     curves = {"old": curve((4, 40, 1)), "new": curve((4, 10, 1))}
-    session = Session("model", 300, 100 * MS, curves)
+    session = ServingSession("model", 300, 100 * MS, curves)
     kinds = {"old": HostKind("old", 1, 16 * GB, 1.0), "new": HostKind("new", 1, 16 * GB, 2.5)}
     found = pack([session], kinds.values(), percentile=None)
     assert found.unit == "money an hour" and found.counts() == {"new": 1} and found.cost == 2.5
@@ -105,12 +105,12 @@ def test_money_counts_where_prices_are_given() -> None:
 
 
 def test_what_lacks_is_named() -> None:
-    session = Session("model", 100, 30 * MS, {"gpu": curve((1, 20, 10), (4, 25, 12))})
+    session = ServingSession("model", 100, 30 * MS, {"gpu": curve((1, 20, 10), (4, 25, 12))})
     found = pack([session], [HostKind("gpu", 1, 16 * GB)])
     assert found.lacks and "40 ms is the least" in found.lacks[0] and "found 30 ms" in found.lacks[0]
     found = pack([session], [HostKind("gpu", 1, 8 * GB)])
     assert "10,000,000,000 bytes" in found.lacks[0]
-    slow = Session("model", 100, 60 * MS, {"gpu": curve((1, 20, 10))})
+    slow = ServingSession("model", 100, 60 * MS, {"gpu": curve((1, 20, 10))})
     found = pack([slow], [HostKind("gpu", 1, 16 * GB, None, 1)], percentile=None)
     assert "1 of gpu" in found.lacks[0] and "2 of gpu would do" in found.lacks[0]
     assert "no curve there" in pack([slow], [HostKind("other", 1, GB)]).lacks[0]
@@ -121,7 +121,7 @@ def test_what_lacks_is_named() -> None:
 def test_so_many_requests_are_answered_in_time(percentile: float) -> None:
     """On hosts that several share, requests coming at random, as a simulated server has it."""
     curves = {"gpu": curve(*((b, 4 + 0.8 * b, 2) for b in (1, 2, 4, 8, 16, 32)))}
-    sessions = [Session(f"s{n}", rate, bound * MS, curves) for n, (rate, bound) in
+    sessions = [ServingSession(f"s{n}", rate, bound * MS, curves) for n, (rate, bound) in
                 enumerate(((700, 90), (40, 60), (150, 120), (3, 80), (15, 150)))]  # fmt: skip
     found = pack(sessions, [HostKind("gpu", 1, 16 * GB)], percentile=percentile)
     assert not found.lacks and any(len(host.runs) > 2 for host in found.hosts)
