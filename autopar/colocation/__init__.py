@@ -17,6 +17,6 @@ from autopar.colocation.sessions import BatchCurve, BatchPoint, HostKind, Servin
 from autopar.colocation.windows import BatchingWindow, window, windows
 
 __all__ = [
-    "BatchCurve", "BatchPoint", "BatchingWindow", "HostKind", "HostPacking", "HostedRun", "PackedHost", "ServingSession",
-    "host_of", "pack", "packing_schema", "read_sessions", "request_curve", "sessions_schema", "window", "windows",
+    "BatchCurve", "BatchPoint", "BatchingWindow", "HostKind", "HostPacking", "HostedRun", "PackedHost",
+    "ServingSession", "host_of", "pack", "packing_schema", "read_sessions", "request_curve", "sessions_schema", "window", "windows",
 ]  # fmt: skip
