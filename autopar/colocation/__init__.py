@@ -18,5 +18,6 @@ from autopar.colocation.windows import BatchingWindow, window, windows
 
 __all__ = [
     "BatchCurve", "BatchPoint", "BatchingWindow", "HostKind", "HostPacking", "HostedRun", "PackedHost",
-    "ServingSession", "host_of", "pack", "packing_schema", "read_sessions", "request_curve", "sessions_schema", "window", "windows",
+    "ServingSession", "host_of", "pack", "packing_schema", "read_sessions", "request_curve", "sessions_schema",
+    "window", "windows",
 ]  # fmt: skip
