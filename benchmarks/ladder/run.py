@@ -110,10 +110,12 @@ def text(kinds: dict[str, Any]) -> str:
         if one.get("again_s"):
             said[-1] += f" ({one['again_s']:.1f} s when made again after the searches beside it)"
         if times:
-            said[-1] += f"; the largest of {len(times)} searches of their own {max(times):.1f} s, ratio "
-            said[-1] += (
-                f"{max(one['processor_s'], one.get('again_s', 0.0)) / max(times):.2f}; all of these {sum(times):.0f} s"
-            )
+            most, fewest = max(one["processor_s"], one.get("again_s", 0.0)), min(r["devices"] for r in rows)
+            has_largest = any("own_ns" in r for r in rows if r["devices"] == fewest)
+            unknown = f"of which none on {fewest} devices, where they take longest"
+            said[-1] += f"; the largest of {len(times)} searches of their own {max(times):.1f} s, "
+            said[-1] += f"ratio {most / max(times):.2f}" if has_largest else unknown
+            said[-1] += f"; all of these {sum(times):.0f} s"
         if ratios:
             said[-1] += f". Step of the ladder's plan over that of its own search: mean {statistics.mean(ratios):.4f}, "
             said[-1] += f"worst {max(ratios):.4f}, best {min(ratios):.4f}, above 1.01 in "
