@@ -120,6 +120,7 @@ def text(kinds: dict[str, Any]) -> str:
             said[-1] += f". Step of the ladder's plan over that of its own search: mean {statistics.mean(ratios):.4f}, "
             said[-1] += f"worst {max(ratios):.4f}, best {min(ratios):.4f}, above 1.01 in "
             said[-1] += f"{sum(ratio > 1.01 for ratio in ratios)} of {len(ratios)}"
+        said[-1] += f". {one['note']}" if "note" in one else ""
         said[-1] += f". Forms that schedulers read, off by {_off(rows)} of a rung's step"
         said += ["", "| devices | batch | step (s) | plan | own search (s) | ratio | own plan | processor s |"]
         said.append("|---" * 8 + "|")
