@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from functools import cache
@@ -64,7 +65,7 @@ def test_taken_where_memory_binds_and_it_is_faster() -> None:
 def test_rungs_free_more_and_more_and_leave_out_what_gains_nothing() -> None:
     """A ReLU before a product keeps nothing that the product does not keep."""
     rungs = rungs_in_bits(graph(), "cpu")
-    assert rungs[0] == () and all(set(less) < set(more) for less, more in zip(rungs, rungs[1:], strict=False))
+    assert rungs[0] == () and all(set(less) < set(more) for less, more in itertools.pairwise(rungs))
 
     class Plain(nn.Module):
         def __init__(self) -> None:
