@@ -31,6 +31,7 @@ from autopar.ir.verifier import Admits, check_identity, ending, verify
 from autopar.ops import admits, axis_rules, shape_error
 from autopar.ops.call import call_of
 from autopar.ops.communication import gathered_rows, inner_communication, is_mean_over_samples
+from autopar.ops.compact import check_in_bits
 from autopar.ops.copies import check_copies
 from autopar.ops.lowering import local_arguments
 from autopar.ops.table import operator
@@ -332,7 +333,7 @@ def _stated(graph: Graph, plan: Plan, index: int) -> Stage:
 def _joined(types: NodePlan, plan: NodePlan) -> NodePlan:
     operands = zip(types.operands, plan.operands, strict=True)
     results = zip(types.results, plan.results, strict=True)
-    return NodePlan(tuple((*a, *b) for a, b in operands), tuple((*a, *b) for a, b in results))
+    return NodePlan(tuple((*a, *b) for a, b in operands), tuple((*a, *b) for a, b in results), plan.in_bits)
 
 
 Known = Mapping[tuple[str, Placement], tuple[Step, ...]]
@@ -409,6 +410,7 @@ def check_plan(graph: Graph, plan: Plan, admits: Admits = admits) -> None:
     check_identity(graph, plan)
     part = divided_graph(graph, plan.microbatches)
     verify(part, plan, admits)
+    check_in_bits(part, plan)
     check_copies(part, plan)
     _check_parts(part, plan)
     if plan.microbatches > 1:

@@ -39,6 +39,7 @@ from autopar.passes.contexts import contexts
 from autopar.passes.copy_out import copy_out
 from autopar.passes.exchange import adapt, exchange, experts, replicate
 from autopar.passes.fit import fit
+from autopar.passes.in_bits import in_bits
 from autopar.passes.keep import keep
 from autopar.passes.kinds import kinds
 from autopar.passes.place import place
@@ -94,6 +95,7 @@ PASSES = (
     adapt,  # the best plan → its tokens sent as the load of the moment asks for, where loads differ         TUTEL
     branch,  # the best plan → operators side by side, where they are faster
     refine,  # the best plan → what MCMC finds around it                                                    FlexFlow
+    in_bits,  # where memory binds, places and the best plan → operators that keep bits for their backward pass    Gist
     copy_out,  # where that is allowed, places and the best plan → blocks whose activations wait on the host    ZeRO-R
 )
 """What finds plans: each takes the front and what was asked, and yields candidates (`autopar.driver`)."""

@@ -40,6 +40,7 @@ from autopar.tunables import FIT_TRIES, LEAST_SOLVE_S
 from autopar.zero import (
     Modules,
     storage_options,
+    with_in_bits,
 )
 
 
@@ -137,7 +138,7 @@ class Place:
         limit = asked = draft.memory_limit if limit is None else limit
         clock = Clock.of(seconds)
         too_low, too_high = max(0, floor - 1), 0  # usages that no plan has, and whose plan's peak does not fit
-        between = bool(floor or self.request.recompute or self.request.copied_out)
+        between = bool(floor or self.request.recompute or self.request.copied_out or self.request.in_bits)
         tries = FIT_TRIES if between else FIT_TRIES - 2
         for _ in range(2 * tries if floor else tries):
             try:
@@ -164,6 +165,7 @@ class Place:
         """
         budget = self.request.budget
         plan = self.placements.plan(usage_limit * self.part.num_submeshes, seconds, budget.seed, budget.gap)
+        plan = with_in_bits(plan, self.request.in_bits) if self.request.in_bits else plan
         if self.part.cut is not None:
             return self.staged(self.part.in_stages(plan))
         return self.scored(plan)
@@ -204,7 +206,7 @@ class Place:
         return prepare_placements(
             self.part.graph, self.part.blocks, self.draft(), self.shared_profile, self._storages,
             (*self.request.constraints, *self.part.constraints), self.part.whole, self.part.copies, self.sends, keep,
-            self.by_factors and self.request.mode == "train",
+            self.by_factors and self.request.mode == "train", frozenset(self.request.in_bits),
         )  # fmt: skip
 
     @cached_property

@@ -59,6 +59,7 @@ class Request:
     allow: tuple[str, ...] = ()  # of `arguments.ALLOWED`
     offload: str = NOT_OFFLOADED  # what a template has on the host, by name
     copied_out: tuple[str, ...] = ()
+    in_bits: tuple[str, ...] = ()  # nodes that keep bits for their backward pass
 
     @property
     def may_offload(self) -> bool:

@@ -190,6 +190,10 @@ COPIED_SHARE, COPIED_COUNTS = 0.25, 4
 """Of the budget what is spent, for each number of microbatches, on blocks that wait on the host, where that is allowed;
 and of how many such numbers. Halved, slow links' plans in many microbatches are missed; doubled, planning takes longer
 where memory is short."""
+IN_BITS_SHARE, IN_BITS_COUNTS, MESHES_IN_BITS = 0.1, 2, 2
+"""The same of operators that keep bits for their backward pass, where memory binds, on so many logical meshes: those of
+the fastest plans. Halved, a plan on another mesh is missed, which bits alone make fit; doubled, such models plan for
+half as long again."""
 BESIDE_FASTEST, MOST_BESIDE = 1.1, 6
 """Plans of a place that take at most so many times the fastest are kept, at most so many: one of them may be the
 fastest in branches. Nearer to 1, less is played; doubled, more is, that gains nothing."""

@@ -152,6 +152,18 @@ def split_norm_backward_ns(passes: tuple[int, int], num_bytes: int, profile: Pro
     return (passes[1] - 2) * a_pass, 2 * a_pass
 
 
+def in_bits_ns(moved: tuple[Sequence[int], Sequence[int]], profile: Profile) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Nanoseconds (forward, backward) of an operator's further kernels that pack and unpack what it keeps, and of the
+    host to launch them. moved: bytes that each reads and writes."""
+    runtime, host = profile.runtime, profile.host
+    forward, backward = (
+        sum(pointwise_time_ns(size, profile) for size in sizes) + (runtime.function_ns[side] if runtime else 0)
+        for side, sizes in enumerate(moved)
+    )
+    issued = [len(sizes) * host.operator_ns if host else 0 for sizes in moved]
+    return (forward, backward), (issued[0], issued[1])
+
+
 def gradient_time_ns(num_bytes: int, profile: Profile) -> int:
     """Nanoseconds in which a rank's runtime takes a parameter's gradient that goes home: hook, copy, DTensor.
     As runs have shown; 0 where the profile says nothing of the runtime."""

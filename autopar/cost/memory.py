@@ -14,6 +14,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import DTYPE_BYTES, Graph, Node
 from autopar.ir.placement import Placement, Shape
 from autopar.ops.call import base_name
+from autopar.ops.in_bits import kept_in_bits
 from autopar.ops.layout import PRODUCTS, copied
 from autopar.ops.saved import Saved
 from autopar.ops.table import operator
@@ -176,6 +177,12 @@ def saved_values(node: Node, graph: Graph, device_type: str = "cuda") -> tuple[S
     row = operator(node.op)
     rule = row.saved_on_cpu if device_type == "cpu" and row.saved_on_cpu is not None else row.saved
     return tuple(dict.fromkeys(rule(node, graph)))
+
+
+def kept_values(node: Node, graph: Graph, in_bits: bool, device_type: str = "cuda") -> tuple[Saved, ...]:
+    """As `saved_values`; in_bits: as the plan's entry of the node says, a few bits of each element instead."""
+    saved, rule = saved_values(node, graph, device_type), operator(node.op).in_bits
+    return tuple(kept_in_bits(rule, node, graph)) if in_bits and rule is not None and saved else saved
 
 
 def workspace_bytes(op: str, sizes: Sizes) -> Workspace:

@@ -35,7 +35,10 @@ class CallWriter:
 
     def write(self, statement: Operate, names: list[str]) -> str:
         """The call with `names` for its operands, in operand order."""
-        lowering = operator(statement.node.op).local
+        row = operator(statement.node.op)
+        lowering, in_bits = row.local, row.in_bits
+        if in_bits is not None and self.stage.nodes[statement.node.name].in_bits:
+            return in_bits.call(self._local(statement, names))
         text = lowering(self._local(statement, names)) if lowering else None
         return text or self.plain(statement, names)
 

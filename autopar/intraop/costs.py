@@ -15,7 +15,7 @@ from autopar.cost import Profile, collective_time_ns, node_time_ns
 from autopar.cost.collectives import Route, sum_ns
 from autopar.cost.compute import gathered_ns, pointwise_time_ns
 from autopar.cost.inside import inner_time_ns
-from autopar.cost.memory import optimizer_moved_bytes, optimizer_state_bytes, saved_values, storage_root
+from autopar.cost.memory import kept_values, optimizer_moved_bytes, optimizer_state_bytes, storage_root
 from autopar.cost.routes import UNREACHABLE, Routes, routes
 from autopar.intraop.recomputed import RecomputedShares
 from autopar.intraop.strategies import Strategies, Strategy
@@ -59,7 +59,9 @@ class ProfiledCosts:
         again: RecomputedShares | None = None,
         sends: Sends | None = None,
         copied: RecomputedShares | None = None,
+        in_bits: frozenset[str] = frozenset(),
     ) -> None:
+        self.in_bits = in_bits
         self.sends, self.copied = sends, copied or RecomputedShares((), ())
         self.graph, self.axes, self.profile = graph, axes, profile
         self.again = again or RecomputedShares((), ())
@@ -170,7 +172,7 @@ class ProfiledCosts:
         found = {}
         for node in self.graph.nodes:
             again, kept = self._share(node), dict[Saved, float]()
-            saved = saved_values(node, self.graph, self.profile.device_type)
+            saved = kept_values(node, self.graph, node.name in self.in_bits, self.profile.device_type)
             shares = ((v, self._kept_share(node, v)) for v in saved)
             for value, share in (*(pair for pair in shares if pair[1]), *((v, again) for v in self._entering(node))):
                 root = None if isinstance(value, Extra) else storage_root(value, self.graph)

@@ -64,10 +64,12 @@ class SimulatedLink(NamedTuple):
 
 @dataclass(frozen=True)
 class NodePlan:
-    """The placements an operator runs with: of each operand in argument order, and of each result."""
+    """The placements an operator runs with: of each operand in argument order, and of each result. in_bits: it keeps
+    for its backward pass a few bits of each element, which say as much (`ops.in_bits`)."""
 
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
+    in_bits: bool = False
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,11 @@ def _stage_to_json(stage: Stage) -> dict[str, Any]:
             for name, kept in stage.storage.items()
         },
         "nodes": {
-            name: [[format_placement(p) for p in node.operands], [format_placement(p) for p in node.results]]
+            name: [
+                [format_placement(p) for p in node.operands],
+                [format_placement(p) for p in node.results],
+                *[True] * node.in_bits,
+            ]
             for name, node in stage.nodes.items()
         },
         "redistributes": [
@@ -179,7 +183,7 @@ def _stage(data: dict[str, Any]) -> Stage:
         inputs={name: parse_placement(text) for name, text in data["inputs"].items()},
         storage={name: Storage(parse_placement(row[0]), *row[1:]) for name, row in data["storage"].items()},
         nodes={
-            name: NodePlan(tuple(map(parse_placement, row[0])), tuple(map(parse_placement, row[1])))
+            name: NodePlan(tuple(map(parse_placement, row[0])), tuple(map(parse_placement, row[1])), *row[2:])
             for name, row in data["nodes"].items()
         },
         redistributes=tuple(

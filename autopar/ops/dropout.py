@@ -6,6 +6,7 @@ from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import S, format_placement, local_shape
 from autopar.ops import saved, work, workspace
 from autopar.ops.call import Call
+from autopar.ops.in_bits import dropout_in_bits
 from autopar.ops.local import LocalCall, tuple_of
 from autopar.ops.notation import AxisRule
 from autopar.ops.operator import Operator
@@ -33,7 +34,12 @@ _RANDOM = Operator(work=work.DROPOUT)
 
 RANDOMNESS: dict[str, Operator] = {
     "aten.native_dropout.default": _RANDOM.by(
-        dropout, saved=saved.dropout, workspace=workspace.scaled_mask, local=_local, needs_elements=True
+        dropout,
+        saved=saved.dropout,
+        workspace=workspace.scaled_mask,
+        local=_local,
+        needs_elements=True,
+        in_bits=dropout_in_bits(_local),
     ),
     "dropout": _RANDOM.by(saved=saved.dropout),
     "rand": _RANDOM.by(size="size"),

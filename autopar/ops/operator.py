@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from autopar.ir.placement import Axis, Placement, Shape
 from autopar.ops import saved, work
 from autopar.ops.call import Call
+from autopar.ops.in_bits import InBits
 from autopar.ops.inner import SendRule
 from autopar.ops.local import LocalRule
 from autopar.ops.patterns import RuleFunction
@@ -56,6 +57,7 @@ class Operator:
     work: WorkKind = work.POINTWISE  # family, FLOPs and bytes, forward and backward
     saved: SaveRule = saved.everything  # what autograd keeps for the backward pass
     saved_on_cpu: SaveRule | None = None  # where CPUs have no fused kernel
+    in_bits: InBits | None = None  # how a few bits of each element may be kept instead
     workspace: WorkspaceRule | None = None  # memory that it takes for a while
     lowered: LoweredRule | None = None  # both, where the runtime has a function for it
     worked: WorkedRule | None = None  # shapes by which its work is counted, where ranks do some of each other's

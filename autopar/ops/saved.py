@@ -22,17 +22,20 @@ class Extra(NamedTuple):
     """A saved value that is no tensor of the graph: one element an index of some dims of tensor `like`.
 
     is_number: a plain number that torch has made a tensor of. Hooks on saved tensors are not called for it
-    (torch/csrc/autograd/saved_variable.cpp), so that it stays where everything else is computed again.
+    (torch/csrc/autograd/saved_variable.cpp), so that it stays where everything else is computed again. bits: of each
+    element, where they are not bytes.
     """
 
     like: str
     dims: tuple[int, ...]
     itemsize: int
     is_number: bool = False
+    bits: int = 0
 
     def num_bytes(self, shape: Shape) -> int:
         """Its bytes when `like` has the given (local) shape."""
-        return math.prod(shape[dim] for dim in self.dims) * self.itemsize
+        count = math.prod(shape[dim] for dim in self.dims)
+        return -(-count * self.bits // 8) if self.bits else count * self.itemsize
 
 
 Saved = str | Extra

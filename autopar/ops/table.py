@@ -14,7 +14,7 @@ import torch
 
 from autopar.ir.placement import P, R, S
 from autopar.ir.structure import RANDOM
-from autopar.ops import kinds, proofs, saved, views, work, workspace
+from autopar.ops import in_bits, kinds, proofs, saved, views, work, workspace
 from autopar.ops.attention import ATTENTION
 from autopar.ops.call import Call, base_name, overload
 from autopar.ops.context import CONTEXT
@@ -248,8 +248,9 @@ OPERATORS: dict[str, Operator] = {
     "aten.lerp.Tensor": Operator(linear="PPR"),
     "aten.addcmul.default": Operator(linear="PPR PRP"),
     "aten.addcdiv.default": Operator(linear="PPR"),
-    **_named("relu", Operator(saved=saved.result)),
-    **_named("clamp clamp_min clamp_max leaky_relu", kinds.OF_INPUT),
+    **_named("relu", Operator(saved=saved.result, in_bits=in_bits.RELU)),
+    **_named("leaky_relu", kinds.OF_INPUT.by(in_bits=in_bits.LEAKY_RELU)),
+    **_named("clamp clamp_min clamp_max", kinds.OF_INPUT),
     **_named("abs", kinds.OF_INPUT.by(workspace=workspace.backward(1))),
     **_named("gelu", kinds.OF_INPUT.by(work=work.GELU)),
     **_named("gelu_tanh", Operator(work=work.GELU_TANH)),

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from autopar.ir.placement import Axis, P, Placement, R, S, chunk_length, local_shape, num_shards
 from autopar.ops import saved, work, workspace
 from autopar.ops.call import Call
+from autopar.ops.in_bits import pool_in_bits
 from autopar.ops.inner import Inner, Sent
 from autopar.ops.local import LocalCall, items
 from autopar.ops.notation import AxisRule, einsum_rules
@@ -24,6 +25,7 @@ from autopar.runtime.lowering.halo import Window, overlap, ranges
 
 _GENERAL = "aten.convolution.default"  # with any number of spatial dims, transposed or not
 _CONVOLUTIONS = {_GENERAL, *(f"aten.conv{n}d.default" for n in (1, 2, 3))}
+_INDEXED_POOL = "aten.max_pool2d_with_indices.default"
 _POOLS = {f"aten.{kind}_pool{n}d.default" for kind in ("max", "avg") for n in (1, 2, 3)}
 
 
@@ -36,8 +38,9 @@ def has_windows(op: str) -> bool:
 def windows(call: Call) -> list[Window]:
     """The window of each spatial dim, in order."""
     arguments = call.arguments
-    is_pool = call.node.op in _POOLS
-    count = int(call.node.op.split(".")[1][-2]) if is_pool else len(call.shape(1)) - 2
+    is_pool = call.node.op in _POOLS or call.node.op == _INDEXED_POOL
+    name = call.node.op.split(".")[1].removesuffix("_with_indices")
+    count = int(name[-2]) if is_pool else len(call.shape(1)) - 2
     kernel = _each(arguments["kernel_size"], count) if is_pool else call.shape(1)[2:]
     stride = _each(arguments.get("stride") or kernel, count)
     padding, dilation = _each(arguments["padding"], count), _each(arguments.get("dilation", 1), count)
@@ -253,6 +256,19 @@ def _max_pool_local(local: LocalCall) -> str | None:
     return None if splits is None else f"rt.max_pool({local.names[0]}, {sizes}, {splits})"
 
 
+def _max_pool_in_bits(local: LocalCall) -> str:
+    sizes, splits = _sizes(local.call, "kernel", "stride", "padding", "dilation"), _splits(local)
+    rounded = ", ceil_mode=True" if local.call.arguments["ceil_mode"] else ""
+    return f"rt.max_pool_in_bits({local.names[0]}, {sizes}{rounded}{f', splits={splits}' if splits else ''})"
+
+
+def _indexed_pool_in_bits(local: LocalCall) -> str:
+    """Beside the result nobody reads indices."""
+    rounded = ", ceil_mode=True" if local.call.arguments["ceil_mode"] else ""
+    sizes = _sizes(local.call, "kernel", "stride", "padding", "dilation")
+    return f"(rt.max_pool_in_bits({local.names[0]}, {sizes}{rounded}), None)"
+
+
 def _avg_pool_local(local: LocalCall) -> str | None:
     splits, sizes = _splits(local), _sizes(local.call, "kernel", "stride", "padding")
     counts = bool(local.call.arguments["count_include_pad"])
@@ -297,11 +313,13 @@ IMAGES: dict[str, Operator] = {
     "aten.conv_transpose1d.default": _TRANSPOSED,
     "aten.conv_transpose2d.input": _TRANSPOSED,
     "aten.conv_transpose3d.input": _TRANSPOSED,
-    **{f"aten.max_pool{n}d.default": _MAX_POOL for n in (1, 2, 3)},
+    **{f"aten.max_pool{n}d.default": _MAX_POOL for n in (1, 3)},
+    "aten.max_pool2d.default": _MAX_POOL.by(in_bits=pool_in_bits(_max_pool_in_bits)),
     **{f"aten.avg_pool{n}d.default": _AVG_POOL for n in (1, 2, 3)},
     **{f"aten.adaptive_max_pool{n}d.default": _MAX.by(passes_leading_dims(n), work=work.ADAPTIVE_MAX_POOL)
        for n in (1, 2, 3)},
     **{f"aten.adaptive_avg_pool{n}d.default": _ADAPTIVE_AVG_POOL for n in (1, 2, 3)},
+    _INDEXED_POOL: _MAX.by(in_bits=pool_in_bits(_indexed_pool_in_bits)),
     "max_pool2d_with_indices": _MAX,
     **dict.fromkeys(_OTHER_POOLS.split(), _OF_IMAGES),
     **{f"aten.upsample_nearest{n}d.vec": _OF_IMAGES.by(upsample_nearest, limits=(_upsample_error,))

@@ -42,6 +42,7 @@ class Sizes(NamedTuple):
         return math.prod(self.results[0]) * self.itemsize if self.results else 0
 
 
+CHANNEL_BLOCK, IMAGE_CHANNELS = 16, 3  # of oneDNN's layouts, and channels that it reads as they are
 INDEX_BYTES = 8  # torch numbers rows and classes in int64
 
 Workspace = tuple[int, int]
@@ -204,13 +205,37 @@ def batch_norm(sizes: Sizes) -> Workspace:
 
 
 def convolution(sizes: Sizes) -> Workspace:
-    """oneDNN computes in layouts of its own, into which and from which tensors are copied."""
+    """oneDNN computes in layouts of its own, into which and from which tensors are copied: channels in blocks, the last
+    of which is filled up, but for images of at most three. It may take blocks of 8 where there are so few; here all are
+    of 16, which is never less."""
     if sizes.device_type != "cpu" or is_plain_convolution(sizes):
         return 0, 0
     x, weight, result = sizes.operand(0), sizes.operand(1), sizes.result
-    forward = max(x + weight, result)
+    is_image = sizes.operands[0][_channel_of(sizes)] <= IMAGE_CHANNELS
+    wide, wide_result = x if is_image else _filled(sizes.operands[0], sizes), _filled(sizes.results[0], sizes)
+    rows, columns, *kernel = sizes.operands[1]
+    blocks = _in_blocks(rows) * (columns if is_image else _in_blocks(columns))
+    wide_weight = blocks * math.prod(kernel) * sizes.itemsize
+    forward = max(wide + wide_weight + wide_result - result, wide_result)
     strided = math.prod(sizes.operands[0][2:]) != math.prod(sizes.results[0][2:])
-    return forward, max(x + result, weight, 2 * x - weight if strided else 0)
+    if sizes.differentiable[0]:
+        wide = _filled(sizes.operands[0], sizes)
+    copied = wide + wide_result + wide_weight - weight
+    return forward, max(copied, weight, 2 * x - weight if strided else 0)
+
+
+def _channel_of(sizes: Sizes) -> int:
+    return len(sizes.operands[0]) - len(sizes.operands[1]) + 1
+
+
+def _filled(shape: Shape, sizes: Sizes) -> int:
+    """Bytes with channels in whole blocks."""
+    channel = _channel_of(sizes)
+    return math.prod(shape[:channel]) * _in_blocks(shape[channel]) * math.prod(shape[channel + 1 :]) * sizes.itemsize
+
+
+def _in_blocks(channels: int) -> int:
+    return -(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK
 
 
 def is_plain_convolution(sizes: Sizes) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement
-from autopar.ir.plan import NodePlan, Plan
+from autopar.ir.plan import Plan
 
 
 def on_axes(plan: Plan, axes: LogicalMesh) -> Plan | None:
@@ -26,8 +26,9 @@ def on_axes(plan: Plan, axes: LogicalMesh) -> Plan | None:
             inputs={name: _along(placed, origin) for name, placed in stage.inputs.items()},
             storage={n: replace(kept, placement=_along(kept.placement, origin)) for n, kept in stage.storage.items()},
             nodes={
-                name: NodePlan(
-                    tuple([_along(p, origin) for p in own.operands]), tuple([_along(p, origin) for p in own.results])
+                name: replace(
+                    own, operands=tuple([_along(p, origin) for p in own.operands]),
+                    results=tuple([_along(p, origin) for p in own.results]),
                 )
                 for name, own in stage.nodes.items()
             },

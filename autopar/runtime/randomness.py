@@ -226,12 +226,17 @@ class _Masked(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mask: Tensor, p: float) -> Tensor:
         ctx.save_for_backward(mask)
         ctx.p = p
-        return x * _factor(mask, x.dtype, p)
+        return masked(x, mask, p)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
-        return gradient * _factor(mask, gradient.dtype, ctx.p), None, None
+        return masked(gradient, mask, ctx.p), None, None
+
+
+def masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """The product with the scaled mask, of which autograd knows nothing."""
+    return x * _factor(mask, x.dtype, p)
 
 
 def _factor(mask: Tensor, dtype: torch.dtype, p: float) -> Tensor:

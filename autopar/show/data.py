@@ -9,7 +9,15 @@ from typing import Any
 
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.plan import Plan
-from autopar.show.text import copied_out_text, fork_text, offload_text, recompute_text, share_lines, stage_blocks
+from autopar.show.text import (
+    copied_out_text,
+    fork_text,
+    in_bits_text,
+    offload_text,
+    recompute_text,
+    share_lines,
+    stage_blocks,
+)
 from autopar.show.tree import Data, model_tree
 
 
@@ -34,6 +42,7 @@ def plan_data(plan: Plan, name: str, timeline: Mapping[str, Any] | None) -> Data
         "stages": _stages(plan, layouts),
         "tree": model_tree(plan, layouts),
         "recompute": recompute_text(plan) if plan.recompute else "",
+        **({"in_bits": kept} if (kept := in_bits_text(plan)) else {}),
         **({"copied_out": copied_out_text(plan)} if plan.copied_out else {}),
         "offload": offload_text(plan),
         "forks": [[text, n] for text, n in Counter(fork_text(plan, f) for s in plan.stages for f in s.forks).items()],

@@ -55,6 +55,7 @@ def plan_text(plan: Plan) -> str:
         "rewritten": substitutions_text(plan) if plan.substitutions else "",
         "exchange": exchanges_text(plan),
         "recompute": recompute_text(plan) if plan.recompute else "",
+        "in bits": in_bits_text(plan),
         "copied out": copied_out_text(plan) if plan.copied_out else "",
         "offload": offload_text(plan),
         "hsdp": hsdp_text(plan),
@@ -255,6 +256,12 @@ def _counted_modules(paths: Iterable[str], alike: Mapping[str, int]) -> list[str
     found = Counter(map(_folded, paths))
     counts = {path: f"{count} of {alike[path]}" if count < alike[path] else str(count) for path, count in found.items()}
     return [f"{path}  ×{count}" for path, count in counts.items()]
+
+
+def in_bits_text(plan: Plan) -> str:
+    """ "max_pool2d ×5, relu ×5": operators that keep bits for their backward pass; "" where none do."""
+    kept = (name for stage in plan.stages for name, placed in stage.nodes.items() if placed.in_bits)
+    return _times_text(Counter(plan.scope(name)[1].split(".")[1] for name in kept))
 
 
 def copied_out_text(plan: Plan) -> str:
@@ -486,6 +493,8 @@ def diff_text(plan: Plan, other: Plan) -> str:
         lines.append(f"offload: {offload_text(plan) or 'none'} | {offload_text(other) or 'none'}")
     if plan.recompute != other.recompute:
         lines.append(f"recompute: {recompute_text(plan)} | {recompute_text(other)}")
+    if in_bits_text(plan) != in_bits_text(other):
+        lines.append(f"in bits: {in_bits_text(plan) or 'none'} | {in_bits_text(other) or 'none'}")
     if plan.copied_out != other.copied_out:
         lines.append(f"copied out: {copied_out_text(plan)} | {copied_out_text(other)}")
     if _fork_texts(plan) != _fork_texts(other):

@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import NamedTuple
 
-from autopar.cost.memory import is_view, passes_gradient, saved_values, viewed_gradients
+from autopar.cost.memory import is_view, kept_values, passes_gradient, saved_values, viewed_gradients
 from autopar.ir.graph import Graph, Node, Scope
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement, Shape, evenly, local_shape
@@ -196,6 +196,7 @@ class _StatementMemory:
 
     def __init__(self, graph: Graph, plan: StagePlan) -> None:
         self._graph, self._axes, self._of = graph, plan.axes, dict[Value, int]()
+        self._nodes = plan.nodes
 
     def step(self, statement: Statement, piece: int, by_itself: bool, saves: bool) -> PieceStep:
         """A statement, by the memory that it reads, makes and keeps."""
@@ -208,7 +209,9 @@ class _StatementMemory:
         if saves and isinstance(statement, Operate):
             names = (*statement.node.operands, *statement.node.results)
             known = dict(zip(names, (*reads, *makes), strict=True))
-            kept = [known[name] for name in saved_values(statement.node, self._graph) if isinstance(name, str)]
+            in_bits = self._nodes[statement.node.name].in_bits
+            saved = kept_values(statement.node, self._graph, in_bits)
+            kept = [known[name] for name in saved if isinstance(name, str)]
         return PieceStep(piece, by_itself, reads, () if shares else makes, kept, saves)
 
     def _shares(self, statement: Statement) -> bool:

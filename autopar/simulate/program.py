@@ -18,6 +18,7 @@ from autopar.cost import Profile, beside_compute_ns, collective_time_ns, waits_a
 from autopar.cost.compute import (
     copy_time_ns,
     gathered_ns,
+    in_bits_ns,
     node_issue_ns,
     node_time_ns,
     optimizer_time_ns,
@@ -28,6 +29,7 @@ from autopar.cost.compute import (
 )
 from autopar.cost.fusion import Fused, compiled_time_ns, fusions
 from autopar.cost.memory import (
+    kept_values,
     lowered_memory,
     optimizer_state_bytes,
     optimizer_workspace_bytes,
@@ -257,6 +259,10 @@ class LocalProgram:
             prefixes = (".".join(parts[:count]) for count in range(len(parts) + 1))
             found.append(tuple([number[prefix] for prefix in prefixes if prefix in number]))
         return found
+
+
+def _sum(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return one[0] + other[0], one[1] + other[1]
 
 
 def devices_per_node(plan: Plan, index: int) -> int:
@@ -687,6 +693,8 @@ class Lowering:
             return
         price = self._operator_price(node, placements, inputs, outputs)
         kept: tuple[Saved, ...] = facts.saved if self.trains else ()
+        if placements.in_bits and kept:
+            kept = kept_values(node, self.graph, True, self.profile.device_type)
         if price.lowered_bytes is not None:
             kept = tuple([(*node.operands, *node.results)[position] for position in price.lowered_keeps if kept])
         if kept and fused and fused.makes_again:
@@ -764,6 +772,11 @@ class Lowering:
             workspace = workspace_bytes(node.op, sizes) if lowered is None else lowered.workspace
             kept = None if lowered is None else lowered.saved_bytes
             keeps = () if lowered is None else lowered.keeps
+            if placements.in_bits and self.trains and (rule := operator(node.op).in_bits):
+                workspace = rule.workspace(node, sizes)
+                longer, issued = in_bits_ns(rule.moved(node, sizes), self.profile)
+                times, issue_ns = _sum(times, longer), _sum(issue_ns, issued)
+                split = split and Split(_sum(split.backward_ns, (longer[1], 0)), _sum(split.issue_ns, (issued[1], 0)))
             known = OperatorPrice(*times, issue_ns, inner, inner_backward, workspace, split, kept, keeps)
             self.prices.operators[key] = known
         return known

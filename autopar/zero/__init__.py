@@ -1,6 +1,7 @@
 """How a plan meets its memory: how parameters are stored (ZeRO 0 to 3), and which blocks are computed again."""
 
 from autopar.zero.copied import copied_blocks
+from autopar.zero.in_bits import in_bits, rungs_in_bits, with_in_bits
 from autopar.zero.recomputation import (
     KINDS,
     KINDS_TEXT,
@@ -23,11 +24,14 @@ __all__ = [
     "Modules",
     "Recomputable",
     "copied_blocks",
+    "in_bits",
     "joined",
     "ladders",
     "pinned_modules",
     "priced_levels",
     "recomputable",
+    "rungs_in_bits",
     "selective_levels",
     "storage_options",
+    "with_in_bits",
 ]

@@ -32,7 +32,7 @@ def convolution(
 ) -> Tensor:
     """A convolution of one to three spatial dims; the result is split as `x` is."""
     windows = [Window(*sizes) for sizes in zip(weight.shape[2:], stride, padding, dilation, strict=True)]
-    x, inner = _covered(x, windows, splits, 0.0)
+    x, inner = covered(x, windows, splits, 0.0)
     function = (F.conv1d, F.conv2d, F.conv3d)[len(windows) - 1]
     result: Tensor = function(x, weight, bias, tuple(stride), tuple(inner), tuple(dilation), groups)
     return result
@@ -48,7 +48,7 @@ def max_pool(
 ) -> Tensor:
     """The largest value under each window; padding counts as nothing."""
     windows = [Window(*sizes) for sizes in zip(kernel, stride, padding, dilation, strict=True)]
-    x, inner = _covered(x, windows, splits, float("-inf"))
+    x, inner = covered(x, windows, splits, float("-inf"))
     function = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[len(windows) - 1]
     result: Tensor = function(x, tuple(kernel), tuple(stride), tuple(inner), tuple(dilation))
     return result
@@ -64,7 +64,7 @@ def avg_pool(
 ) -> Tensor:
     """The mean under each window, over the whole window or over the rows that exist."""
     windows = [Window(*sizes) for sizes in zip(kernel, stride, padding, strict=True)]
-    extended, inner = _covered(x, windows, splits, 0.0)
+    extended, inner = covered(x, windows, splits, 0.0)
     if len(windows) == 1:
         result = F.avg_pool1d(extended, tuple(kernel), tuple(stride), tuple(inner), False, count_include_pad)
     else:
@@ -90,7 +90,7 @@ def _missing(like: Tensor, window: Window, dim: int, axis: Axis, size: int) -> T
     return (window.kernel / exist).to(like.dtype).view(-1, *[1] * (like.dim() - 1 - dim))
 
 
-def _covered(x: Tensor, windows: Sequence[Window], splits: Sequence[Split], fill: float) -> tuple[Tensor, list[int]]:
+def covered(x: Tensor, windows: Sequence[Window], splits: Sequence[Split], fill: float) -> tuple[Tensor, list[int]]:
     """`x` with halos and padding along the split dims, and the padding that is left to the operator itself."""
     inner = [window.padding for window in windows]
     pads = [(0, 0)] * len(windows)

@@ -1,0 +1,89 @@
+"""Programs whose operators keep bits compute what they do without, bit for bit, in the predicted memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.ir.plan import Plan
+from autopar.ir.recompute import operators_again
+from autopar.microbatch import divided_graph
+from autopar.step import simulated_again
+from autopar.trace import trace
+from autopar.zero import in_bits, rungs_in_bits, with_in_bits
+from models import vgg
+from tests.equivalence import copying_out
+from tests.equivalence.hard import state_of
+from tests.equivalence.harness import Tensors
+from tests.equivalence.test_recompute import dropped_gpt
+from tests.rank_pool import pool
+
+pytestmark = pytest.mark.ranks
+
+MESH = autopar.Mesh("cpu", devices_per_node=2)
+
+
+def pooling_vgg() -> tuple[nn.Module, Tensors]:
+    torch.manual_seed(0)
+    config = vgg.Config((1, 2), (8, 16), 32, 32, 10, 8)
+    return vgg.build(config), vgg.example_inputs(config)
+
+
+MODELS = {"vgg": pooling_vgg, "gpt with dropout": dropped_gpt}
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("vgg", {"dp": 2}),
+    ("vgg", {"dp": 2, "zero": 3, "microbatches": 2}),
+    ("vgg", {"tp": 2}),
+    ("gpt with dropout", {"tp": 2, "sequence_parallel": True}),
+    ("gpt with dropout", {"dp": 2, "microbatches": 2, "recompute": "selective"}),
+    ("gpt with dropout", {"dp": 2, "recompute": "full"}),
+    ("gpt with dropout", {"pp": 2, "microbatches": 4}),
+    ("gpt with dropout", {"pp": 2, "microbatches": 4, "schedule": "zero_bubble"}),
+    ("gpt with dropout", {"dp": 2, "offload": "activations"}),
+]
+
+
+def both(model: nn.Module, batch: Tensors, choices: dict[str, Any]) -> tuple[Plan, Plan]:
+    """As a template says, and with all operators in bits that gain by it and are not computed again by themselves."""
+    plain = autopar.template_plan(model, MESH, batch, **choices)
+    graph = trace(model, batch)
+    names = rungs_in_bits(divided_graph(graph, plain.microbatches), "cpu")[-1]
+    kept = with_in_bits(plain, [name for name in names if name not in operators_again(plain.recompute)])
+    return plain, simulated_again(Plan.from_json(kept.to_json()), graph)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("name", "choices"), CASES, ids=str)
+def test_bit_for_bit_and_below_the_prediction(name: str, choices: dict[str, Any]) -> None:
+    model, batch = MODELS[name]()
+    found = both(model, batch, choices)
+    sources = [autopar.parallelize(model, MESH, batch, plan=plan, check=False).source for plan in found]
+    assert "_in_bits(" in sources[1] and "_in_bits(" not in sources[0]
+    assert found[1].predicted.peak_bytes < found[0].predicted.peak_bytes
+    assert found[1].predicted.step_time_ns > found[0].predicted.step_time_ns
+    ranks, state = pool(2), state_of(model)
+    runs = [ranks.run(copying_out.losses_and_gradients, source, state, batch) for source in sources]
+    for (loss, gradients), (plain_loss, plain_gradients) in zip(runs[1], runs[0], strict=True):
+        assert torch.equal(loss, plain_loss) and gradients.keys() == plain_gradients.keys()
+        assert all(torch.equal(gradients[name], value) for name, value in plain_gradients.items())
+    peaks = [max(ranks.run(copying_out.tracked_peak, source, state, batch)) for source in sources]
+    assert peaks[0] <= found[0].predicted.peak_bytes
+    assert found[1].predicted.peak_bytes * 0.95 <= peaks[1] <= found[1].predicted.peak_bytes
+    assert peaks[1] < peaks[0]
+
+
+def test_prediction_in_parts_is_that_of_the_whole() -> None:
+    """Blocks that differ in nothing but what they keep are others."""
+    model, batch = dropped_gpt()
+    graph, (_, kept) = trace(model, batch), both(model, batch, {"dp": 2})
+    some = in_bits(kept)[:2]
+    part = simulated_again(with_in_bits(kept, some), graph)
+    other = simulated_again(with_in_bits(kept, ()), graph)
+    assert kept.predicted.peak_bytes < part.predicted.peak_bytes < other.predicted.peak_bytes
+    assert in_bits(part) == some and replace(with_in_bits(part, ()), predicted=other.predicted) == other
