@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.cost import Profile
 from autopar.cost.compute import node_time_ns
@@ -31,16 +32,23 @@ Groups = tuple[Modules, ...]
 
 @dataclass(frozen=True)
 class Recomputable:
-    """What may be computed again: all of each block, its attention alone, or what is cheap for what it frees (nothing
-    where there is none)."""
+    """What may be computed again of a graph's blocks: all of each, its attention alone, or what is cheap for what it
+    frees (nothing where there is none)."""
 
     full: Groups
     attention: Groups
-    operators: Groups
+    graph: Graph = field(repr=False, compare=False)
+
+    @cached_property
+    def operators(self) -> Groups:
+        """Those that are cheap, found when somebody asks."""
+        return tuple(operators for operators in selective(self.graph, joined(self.full)) if operators)
 
     def of_kind(self, kind: str) -> Groups:
         """What a word of `KINDS` says."""
-        return {"none": (), "selective": self.operators, "block": self.attention, "full": self.full}[kind]
+        if kind == "selective":
+            return self.operators
+        return {"none": (), "block": self.attention, "full": self.full}[kind]
 
 
 @found_once
@@ -54,9 +62,7 @@ def recomputable(graph: Graph, block_paths: Sequence[str]) -> Recomputable:
                 inside.setdefault(path, []).append(node)
     attention = (tuple(dict.fromkeys(_attending_modules(graph, nodes))) for nodes in inside.values())
     return Recomputable(
-        tuple((path,) for path in inside),
-        tuple(modules for modules in attention if modules),
-        tuple(operators for operators in selective(graph, [*inside]) if operators),
+        tuple((path,) for path in inside), tuple(modules for modules in attention if modules), graph
     )
 
 
