@@ -214,6 +214,6 @@ class _Decoder:
             line = "mixed = rows[back]"
             up = to.reshape(line, up, count, sizes.hidden, 2, width) if sizes.is_gated else up
             kind = "silu" if sizes.is_gated else _ACTIVATIONS.get(sizes.activation, "gelu")
-            args = (rows, ids, weights, up, down, kind, sizes.is_gated, count)
-            mixed = to.one(line, "autopar.routed_experts.default", args, (tokens, sizes.hidden))
+            all_of = (rows, ids, weights, up, down, kind, sizes.is_gated, count)
+            mixed = to.one(line, "autopar.routed_experts.default", all_of, (tokens, sizes.hidden))
             return to.reshape("return mixed.unflatten", mixed, self.batch, self.seq, sizes.hidden)

@@ -1,8 +1,8 @@
 """The little that an emitted program imports. Imports torch, and safetensors to read and write such files.
 
-Its names (`runtime.surface`) are there from the first that is asked for on: the compiler reads sizes and orders of some
-files here, such as `packing`, without the second that the rest takes to import. No file of this room has the name of one
-of them, or it would stand in its place.
+Its names (`runtime.surface`) are there from the first that is asked for on: the compiler reads sizes and orders in some
+files here, such as `packing`, without the second that the rest takes to import. No file of this room has the name of
+one of them, or it would stand in its place.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from autopar.runtime.lowering.heads import *
 from autopar.runtime.lowering.statistics import *
 from autopar.runtime.lowering.windows import *
 from autopar.runtime.lowering.writes import *
+from autopar.runtime.made_again import remade, remaking
 from autopar.runtime.mesh import Axis, RankMesh, make_rank_mesh
 from autopar.runtime.optimizers import declare_optimizer
 from autopar.runtime.placement import local_offset, local_size
@@ -46,7 +47,6 @@ from autopar.runtime.randomness import draw, reference_dropout, seed_dropout, se
 from autopar.runtime.rank import Rank
 from autopar.runtime.recomputing import recomputed
 from autopar.runtime.redistributing import redistribute
-from autopar.runtime.made_again import remade, remaking
 from autopar.runtime.tracing import ran
 from autopar.runtime.watch import Watch
 

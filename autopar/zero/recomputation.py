@@ -61,9 +61,7 @@ def recomputable(graph: Graph, block_paths: Sequence[str]) -> Recomputable:
             if path in paths:
                 inside.setdefault(path, []).append(node)
     attention = (tuple(dict.fromkeys(_attending_modules(graph, nodes))) for nodes in inside.values())
-    return Recomputable(
-        tuple((path,) for path in inside), tuple(modules for modules in attention if modules), graph
-    )
+    return Recomputable(tuple((path,) for path in inside), tuple(modules for modules in attention if modules), graph)
 
 
 def _attending_modules(graph: Graph, nodes: Sequence[Node]) -> list[str]:
