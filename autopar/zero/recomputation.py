@@ -42,7 +42,7 @@ class Recomputable:
     @cached_property
     def operators(self) -> Groups:
         """Those that are cheap, found when somebody asks."""
-        return tuple(operators for operators in selective(self.graph, joined(self.full)) if operators)
+        return _cheap(self.graph, joined(self.full))
 
     def of_kind(self, kind: str) -> Groups:
         """What a word of `KINDS` says."""
@@ -51,9 +51,19 @@ class Recomputable:
         return {"none": (), "block": self.attention, "full": self.full}[kind]
 
 
-@found_once
 def recomputable(graph: Graph, block_paths: Sequence[str]) -> Recomputable:
     """The blocks that run, the innermost modules that compute attention in them, and their cheap operators."""
+    return Recomputable(*_blocks(graph, block_paths), graph)
+
+
+@found_once
+def _cheap(graph: Graph, blocks: Modules) -> Groups:
+    return tuple(operators for operators in selective(graph, blocks) if operators)
+
+
+@found_once
+def _blocks(graph: Graph, block_paths: Sequence[str]) -> tuple[Groups, Groups]:
+    """The blocks that run, and the modules that compute attention in them."""
     paths = set(block_paths)
     inside: dict[str, list[Node]] = {}
     for node in graph.nodes:
@@ -61,7 +71,7 @@ def recomputable(graph: Graph, block_paths: Sequence[str]) -> Recomputable:
             if path in paths:
                 inside.setdefault(path, []).append(node)
     attention = (tuple(dict.fromkeys(_attending_modules(graph, nodes))) for nodes in inside.values())
-    return Recomputable(tuple((path,) for path in inside), tuple(modules for modules in attention if modules), graph)
+    return tuple((path,) for path in inside), tuple(modules for modules in attention if modules)
 
 
 def _attending_modules(graph: Graph, nodes: Sequence[Node]) -> list[str]:
