@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from autopar import runtime
+from autopar.runtime import surface
 
 ROOT = Path(__file__).parents[1]
 PLANNING_ONLY = {"jsonschema", "ortools", "pytoulbar2", "rich"}
@@ -128,6 +129,13 @@ def test_each_class_name_stands_once() -> None:
     assert [name for name in ALSO_IN if name not in runtime.__all__] == []
 
 
+def test_no_file_of_the_runtime_stands_in_the_place_of_what_programs_name() -> None:
+    """`from autopar.runtime import build` would find the file, where that was imported first."""
+    files = {path.stem for path in (ROOT / "autopar" / "runtime").iterdir()}
+    named = {name for name in vars(surface) if not name.startswith("_")}
+    assert {"build", "redistribute"} <= named and files.isdisjoint(named)
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -150,7 +158,7 @@ def test_a_planted_double_of_a_class_name_is_found(tmp_path: Path, other: str) -
 @pytest.mark.skipif(not sources("autopar/runtime"), reason="there is no runtime yet")
 def test_importing_the_runtime_loads_nothing_that_only_planning_needs() -> None:
     """A training cluster has torch, perhaps an older one, and none of the solvers."""
-    command = "import autopar.runtime, sys; print(*sys.modules)"
+    command = "import autopar.runtime.surface, sys; print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", command], cwd=ROOT, text=True).split()
     rooms = {name for name in loaded if name.startswith("autopar.") and not name.startswith("autopar.runtime")}
     assert rooms | (PLANNING_ONLY & set(loaded)) == {"autopar.views"}  # names of views, nothing more

@@ -158,6 +158,9 @@ def _experts(file: JobFile, job: TrainingJob, model: ModelSizes) -> Iterator[Leg
         return
     if not model.experts:
         return
+    if not 1 <= model.chosen_experts <= model.experts:
+        yield LegalityFault("experts", f"from 1 to {model.experts} of them chosen by a token",
+                            str(model.chosen_experts), where, "fewer, or more experts")  # fmt: skip
     ranks = job.ranks_of_data * job.cp * job.tp
     if model.experts % job.ep:
         yield LegalityFault("expert parallelism", f"a number that divides {model.experts} experts", str(job.ep), where,

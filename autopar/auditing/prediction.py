@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from autopar.auditing.decoder import built, constraints
+from autopar.auditing.decoder import constraints
 from autopar.auditing.job import TrainingJob
+from autopar.auditing.written import written
 from autopar.by_hand import template_of_graph
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
@@ -19,14 +17,17 @@ from autopar.odds import with_odds
 from autopar.profiler import load_profile
 from autopar.rewrites import graph_of
 from autopar.simulate import Overlap, Sums, predict, simulate
-from autopar.trace import trace
+
+if TYPE_CHECKING:
+    from torch import nn
 
 ANY_MEMORY = 1 << 50  # whether it fits is what the verdict says, so the plan may take what it takes
 EVEN = 0.5
 
 
 class TracedModels:
-    """A job's model as a graph, for each global batch once; of the file's sizes, or of the user's own module."""
+    """A job's model as a graph, for each global batch once: written down for the file's sizes, traced where it is the
+    user's own module."""
 
     def __init__(self, model: nn.Module | None = None, inputs: Any = None) -> None:
         self._model, self._inputs = model, inputs
@@ -41,14 +42,20 @@ class TracedModels:
         """The graph of a whole batch."""
         key = job.model, job.global_batch, job.seq, job.precision
         if key not in self._graphs:
-            dtype = torch.bfloat16 if job.precision == "bf16" else None
-            model, inputs = self._model, self._inputs
-            if model is None:
-                assert job.model is not None and job.global_batch is not None and job.seq is not None
-                model, inputs = built(job.model, job.global_batch, job.seq, job.compiles)
-                model = model.to(torch.bfloat16) if job.precision == "bf16 alone" else model
-            self._graphs[key] = trace(model, inputs, mode="train", compute_dtype=dtype)
+            self._graphs[key] = self._written(job) if self._model is None else self._traced(job, self._model)
         return self._graphs[key]
+
+    def _written(self, job: TrainingJob) -> Graph:
+        assert job.model is not None and job.global_batch is not None and job.seq is not None
+        return written(job.model, job.global_batch, job.seq, job.precision, job.compiles)
+
+    def _traced(self, job: TrainingJob, model: nn.Module) -> Graph:
+        import torch
+
+        from autopar.trace import trace  # and torch.export with it, which a written graph does without
+
+        dtype = torch.bfloat16 if job.precision == "bf16" else None
+        return trace(model, self._inputs, mode="train", compute_dtype=dtype)
 
 
 @dataclass(frozen=True)

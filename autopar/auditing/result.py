@@ -25,6 +25,7 @@ from autopar.auditing.job import (
 )
 from autopar.auditing.legality import LegalityFault, faults
 from autopar.auditing.writing import changed_text, differences
+from autopar.collector import without_collector
 from autopar.errors import AutoparError, PlanError
 from autopar.ir.mesh import Mesh, checked
 from autopar.views import view
@@ -165,18 +166,22 @@ def audit(
     found = _counted(Audit(file, form, job, given=given), is_module)
     if tell is not None:
         tell(found)
+    with without_collector():
+        return _judged(found, model, search, tell or (lambda found: None))
+
+
+def _judged(found: Audit, model: Any, search: str | None, tell: Callable[[Audit], None]) -> Audit:
+    """With what it takes, and what would be better; what is found is told before the next is looked for."""
     if not found.is_legal and search is None:
         return found
     models = _traced_models(model)
     if found.is_legal:
         found = _priced(found, models)
-        if tell is not None:
-            tell(found)
+        tell(found)
     if search is None:
         return found
     found = _bettered(found, models, search)
-    if tell is not None:
-        tell(found)
+    tell(found)
     return _beside_own(found, models, search)
 
 

@@ -16,7 +16,7 @@ class RecomputedShares:
         self.recompute, self.operators = modules_again(recompute), operators_again(recompute)
         self._instances = {path: paths for paths in blocks for path in paths}
         self._blocks = {self._block_of(module_of_call(name)) for name in recompute if is_operator_call(name)}
-        self._known: dict[str, float] = {}
+        self._known: dict[tuple[str, str], float] = {}  # by the first of equal blocks, and the path inside
 
     def _block_of(self, module: str) -> str:
         """The repeated block that a module lies in, or ""."""
@@ -28,13 +28,12 @@ class RecomputedShares:
         """From 0 to 1, of the module in all blocks that are equal to its own."""
         if not self.recompute:
             return 0.0
-        if module not in self._known:
-            own = self._block_of(module)
-            inside = module.removeprefix(own)
-            twins = [path + inside for path in self._instances.get(own, ())] or [module]
-            again = sum(region_of(self.recompute, twin) >= 0 for twin in twins)
-            self._known[module] = again / len(twins)
-        return self._known[module]
+        own = self._block_of(module)
+        blocks, inside = self._instances.get(own, (own,)), module.removeprefix(own)
+        if (blocks[0], inside) not in self._known:
+            again = sum(region_of(self.recompute, path + inside) >= 0 for path in blocks)
+            self._known[blocks[0], inside] = again / len(blocks)
+        return self._known[blocks[0], inside]
 
     def of_operator(self, node: Node) -> float:
         """From 0 to 1, of the operator in all blocks that are equal to its own, by itself or with its module."""

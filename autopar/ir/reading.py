@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jsonschema
-
 MAX_DEPTH = 32
 _LARGEST = 2**63 - 1
 
@@ -119,6 +117,8 @@ def _number(text: str) -> float | _Odd:
 
 def validator(schema: Any) -> Any:
     """A validator for which 2.0 is no integer and true is no number."""
+    import jsonschema  # only where a file is read: it takes a tenth of a second
+
     base = jsonschema.Draft202012Validator
     kinds = base.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
     kinds = kinds.redefine("number", lambda _, value: type(value) in (int, float))
@@ -127,7 +127,9 @@ def validator(schema: Any) -> Any:
 
 def validate(data: Any, against: Any) -> None:
     """Raises MalformedError for the most telling thing that a schema (its `validator`) has against the data."""
-    error = jsonschema.exceptions.best_match(against.iter_errors(data))
+    from jsonschema.exceptions import best_match
+
+    error = best_match(against.iter_errors(data))
     if error is not None:
         about = error.schema.get("description") if isinstance(error.schema, dict) else None
         found = "" if error.validator in ("required", "additionalProperties") else short(repr(error.instance))

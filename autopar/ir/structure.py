@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, lru_cache
 
 import torch
 
@@ -24,10 +24,22 @@ RANDOM = frozenset({
 
 def region_of(recompute: tuple[str, ...], module: str) -> int:
     """Which of the recomputed module paths a module lies in; −1 for none. The first that holds it counts."""
-    for index, path in enumerate(recompute):
-        if not path or module == path or module.startswith(path + "."):
-            return index
-    return -1
+    places = _places(recompute)
+    found = [places[path] for path in ("", module, *_around(module)) if path in places]
+    return min(found, default=-1)
+
+
+@lru_cache(maxsize=64)
+def _places(recompute: tuple[str, ...]) -> dict[str, int]:
+    """Where each path stands first: asked of every operator of a model, for as many paths as it has blocks."""
+    return {path: len(recompute) - 1 - place for place, path in enumerate(reversed(recompute))}
+
+
+def _around(module: str) -> Iterator[str]:
+    """The modules that hold a module, by their paths, but for the root."""
+    while "." in module:
+        module = module.rpartition(".")[0]
+        yield module
 
 
 #: a call of a `torch.autograd.Function` (`ops.functions`)

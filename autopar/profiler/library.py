@@ -36,7 +36,7 @@ def load_profile(name: str) -> Profile:
             f"expected a known cost profile ({known}), found {name!r}; to add one, measure the device with "
             "`autopar profile` or copy a file of cost_profiles/, and give the path of the JSON file as name"
         )
-    return profile_from_json(shipped[name], f"cost profile {name!r}")
+    return profile_from_json(shipped[name], f"cost profile {name!r}", is_ours=True)
 
 
 def profiles_of(mesh: Mesh) -> dict[str, Profile]:
@@ -47,7 +47,7 @@ def profiles_of(mesh: Mesh) -> dict[str, Profile]:
 @cache
 def template_profile() -> Profile:
     """The shipped `cpu` template, with assumed figures instead of this host's: the same plans everywhere."""
-    return profile_from_json(_shipped()["cpu"], "cost profile 'cpu'")
+    return profile_from_json(_shipped()["cpu"], "cost profile 'cpu'", is_ours=True)
 
 
 def profile_names() -> tuple[str, ...]:

@@ -1,109 +1,27 @@
-"""The little that an emitted program imports. Imports torch, and safetensors to read and write such files."""
+"""The little that an emitted program imports. Imports torch, and safetensors to read and write such files.
 
-from autopar.runtime.allocation import keep_freed_memory
-from autopar.runtime.branches import Zeros, owned
-from autopar.runtime.build import build
-from autopar.runtime.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
-from autopar.runtime.comm import count_bytes
-from autopar.runtime.constants import computed_once, folded
-from autopar.runtime.copying import copied_out, offloading
-from autopar.runtime.declare import (
-    Algorithm,
-    Block,
-    Buffer,
-    Fields,
-    Given,
-    Input,
-    Numbered,
-    Parameter,
-    Parameters,
-    Piece,
-    Pipeline,
-    Program,
-    Received,
-    Stage,
-    renamed,
-)
-from autopar.runtime.errors import CollectiveError, ProgramError, WorldError
-from autopar.runtime.functions import apply, hooked, imported
-from autopar.runtime.host_link import LinkRates
-from autopar.runtime.inputs import in_first, microbatch, total
-from autopar.runtime.lowering.context import *
-from autopar.runtime.lowering.cross_entropy import *
-from autopar.runtime.lowering.dropout import *
-from autopar.runtime.lowering.embedding import *
-from autopar.runtime.lowering.experts import *
-from autopar.runtime.lowering.factors import *
-from autopar.runtime.lowering.grouped import *
-from autopar.runtime.lowering.heads import *
-from autopar.runtime.lowering.in_bits import *
-from autopar.runtime.lowering.statistics import *
-from autopar.runtime.lowering.windows import *
-from autopar.runtime.lowering.writes import *
-from autopar.runtime.mesh import Axis, RankMesh, make_rank_mesh
-from autopar.runtime.optimizers import declare_optimizer
-from autopar.runtime.placement import local_offset, local_size
-from autopar.runtime.randomness import draw, reference_dropout, seed_dropout, set_exact_dropout
-from autopar.runtime.rank import Rank
-from autopar.runtime.recomputing import recomputed
-from autopar.runtime.redistribute import redistribute
-from autopar.runtime.remaking import remade, remaking
-from autopar.runtime.tracing import ran
-from autopar.runtime.watch import Watch
+Its names (`runtime.surface`) are there from the first that is asked for on: the compiler reads sizes and orders in some
+files here, such as `packing`, without the second that the rest takes to import. No file of this room has the name of
+one of them, or it would stand in its place.
+"""
 
-__all__ = [
-    "Algorithm",
-    "Axis",
-    "Block",
-    "Buffer",
-    "CollectiveError",
-    "Fields",
-    "Given",
-    "Input",
-    "LinkRates",
-    "Numbered",
-    "Parameter",
-    "Parameters",
-    "Piece",
-    "Pipeline",
-    "Program",
-    "ProgramError",
-    "Rank",
-    "RankMesh",
-    "Received",
-    "Stage",
-    "Watch",
-    "WorldError",
-    "Zeros",
-    "apply",
-    "build",
-    "computed_once",
-    "copied_out",
-    "count_bytes",
-    "declare_optimizer",
-    "draw",
-    "folded",
-    "hooked",
-    "imported",
-    "in_first",
-    "keep_freed_memory",
-    "last_checkpoint",
-    "load_checkpoint",
-    "local_offset",
-    "local_size",
-    "make_rank_mesh",
-    "microbatch",
-    "offloading",
-    "owned",
-    "ran",
-    "recomputed",
-    "redistribute",
-    "reference_dropout",
-    "remade",
-    "remaking",
-    "renamed",
-    "save_checkpoint",
-    "seed_dropout",
-    "set_exact_dropout",
-    "total",
-]
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.runtime.surface import *
+
+
+def __getattr__(name: str) -> Any:
+    if name != "__all__" and name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f"{__name__}.{name}")
+    surface = vars(import_module("autopar.runtime.surface"))
+    globals().update({key: value for key, value in surface.items() if key == "__all__" or not key.startswith("_")})
+    if name not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]

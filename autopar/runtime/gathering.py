@@ -30,7 +30,7 @@ from autopar.runtime.declare import Block
 from autopar.runtime.functions import tensors_in
 from autopar.runtime.mesh import RankMesh
 from autopar.runtime.packing import pack_gathers
-from autopar.runtime.redistribute import forward_step
+from autopar.runtime.redistributing import forward_step
 from autopar.runtime.stored import ParameterUse, SizedStep
 
 WHOLE, FIRST, SECOND = "whole", "first", "second"  # backward passes, and the parts of those in two

@@ -24,14 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar.runtime import comm
-from autopar.runtime.build import build
+from autopar.runtime.building import build
 from autopar.runtime.declare import Input, Program
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.inputs import by_name, shard_shape
 from autopar.runtime.local import Local
 from autopar.runtime.placement import AxisType, parse_placement
 from autopar.runtime.rank import Rank
-from autopar.runtime.redistribute import redistribute
+from autopar.runtime.redistributing import redistribute
 
 Restore = Callable[[Sequence[Any]], Any]
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime.allocation import keep_freed_memory
-from autopar.runtime.build import build
+from autopar.runtime.building import build
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.ranges import OPTIMIZER, STEP, part
 from autopar.runtime.rank import Rank

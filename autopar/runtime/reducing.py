@@ -24,7 +24,7 @@ from autopar.runtime.coalesce import CutTensor
 from autopar.runtime.mesh import Axis, RankMesh
 from autopar.runtime.packing import MAX_IN_FLIGHT, pack_gradients
 from autopar.runtime.ranges import gradient
-from autopar.runtime.redistribute import backward_step
+from autopar.runtime.redistributing import backward_step
 from autopar.runtime.stored import ParameterUse, SizedStep
 
 

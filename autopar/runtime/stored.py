@@ -33,7 +33,7 @@ from autopar.runtime.placement import (
     parse_way,
     shard_axes,
 )
-from autopar.runtime.redistribute import forward_step
+from autopar.runtime.redistributing import forward_step
 
 
 @dataclass(frozen=True, slots=True)

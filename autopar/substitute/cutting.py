@@ -14,9 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import combinations
-from typing import NamedTuple
-
-import networkx
+from typing import TYPE_CHECKING, NamedTuple
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Node
@@ -26,6 +24,9 @@ from autopar.substitute.matching import COMMUTATIVE, Match, Matcher
 from autopar.substitute.regions import subgraph
 from autopar.substitute.rewriting import rewritten
 from autopar.substitute.rules.terms import Apply, Term, Variable
+
+if TYPE_CHECKING:
+    import networkx
 
 MOST_NODES = 40
 """Larger regions are cut: what a graph of this size costs is known in about a millisecond."""
@@ -46,6 +47,8 @@ def _flow(values: Values, matchers: Sequence[Matcher]) -> networkx.DiGraph:
     for matcher in matchers:
         for match in matcher.matches(values):
             crossing.update(combinations(sorted(set(_held(match, values))), 2))
+    import networkx  # for large regions of a search alone
+
     graph = networkx.DiGraph()
     for (one, other), count in crossing.items():
         graph.add_edge(one, other, capacity=count)
@@ -77,6 +80,8 @@ def _cut(nodes: list[Node], flow: networkx.DiGraph, most: int) -> list[list[Node
     """Nodes in order, in parts of at most so many."""
     if len(nodes) <= most:
         return [nodes]
+    import networkx
+
     third = len(nodes) // 3
     graph = flow.subgraph([node.name for node in nodes]).copy()
     graph.add_edges_from((("", node.name) for node in nodes[:third]), capacity=math.inf)

@@ -43,7 +43,7 @@ from autopar.trace.losses import with_loss
 from autopar.trace.parting import first_parting
 from autopar.trace.precision import cast_copy, cast_inputs, cast_loss
 from autopar.trace.smaller import Sizes, cut, cut_shapes, real_inputs, retraced, sizes_to_cut
-from autopar.trace.trace import trace
+from autopar.trace.tracing import trace
 
 
 @dataclass(frozen=True)

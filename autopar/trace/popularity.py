@@ -22,7 +22,7 @@ from autopar.runtime.lowering.experts import routed_experts
 from autopar.trace.eager import named_state
 from autopar.trace.export import bind_inputs
 from autopar.trace.interpreter import run_graph
-from autopar.trace.trace import trace
+from autopar.trace.tracing import trace
 
 _NOT_COMPUTED = ("routing", "chunks", "exchange")  # say what is expected, or how several ranks go about it
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.cost import Profile
 from autopar.cost.compute import node_time_ns
@@ -31,21 +32,38 @@ Groups = tuple[Modules, ...]
 
 @dataclass(frozen=True)
 class Recomputable:
-    """What may be computed again: all of each block, its attention alone, or what is cheap for what it frees (nothing
-    where there is none)."""
+    """What may be computed again of a graph's blocks: all of each, its attention alone, or what is cheap for what it
+    frees (nothing where there is none)."""
 
     full: Groups
     attention: Groups
-    operators: Groups
+    graph: Graph = field(repr=False, compare=False)
+
+    @cached_property
+    def operators(self) -> Groups:
+        """Those that are cheap, found when somebody asks."""
+        return _cheap(self.graph, joined(self.full))
 
     def of_kind(self, kind: str) -> Groups:
         """What a word of `KINDS` says."""
-        return {"none": (), "selective": self.operators, "block": self.attention, "full": self.full}[kind]
+        if kind == "selective":
+            return self.operators
+        return {"none": (), "block": self.attention, "full": self.full}[kind]
+
+
+def recomputable(graph: Graph, block_paths: Sequence[str]) -> Recomputable:
+    """The blocks that run, the innermost modules that compute attention in them, and their cheap operators."""
+    return Recomputable(*_blocks(graph, block_paths), graph)
 
 
 @found_once
-def recomputable(graph: Graph, block_paths: Sequence[str]) -> Recomputable:
-    """The blocks that run, the innermost modules that compute attention in them, and their cheap operators."""
+def _cheap(graph: Graph, blocks: Modules) -> Groups:
+    return tuple(operators for operators in selective(graph, blocks) if operators)
+
+
+@found_once
+def _blocks(graph: Graph, block_paths: Sequence[str]) -> tuple[Groups, Groups]:
+    """The blocks that run, and the modules that compute attention in them."""
     paths = set(block_paths)
     inside: dict[str, list[Node]] = {}
     for node in graph.nodes:
@@ -53,11 +71,7 @@ def recomputable(graph: Graph, block_paths: Sequence[str]) -> Recomputable:
             if path in paths:
                 inside.setdefault(path, []).append(node)
     attention = (tuple(dict.fromkeys(_attending_modules(graph, nodes))) for nodes in inside.values())
-    return Recomputable(
-        tuple((path,) for path in inside),
-        tuple(modules for modules in attention if modules),
-        tuple(operators for operators in selective(graph, [*inside]) if operators),
-    )
+    return tuple((path,) for path in inside), tuple(modules for modules in attention if modules)
 
 
 def _attending_modules(graph: Graph, nodes: Sequence[Node]) -> list[str]:

@@ -19,8 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from autopar.cost.compute import forward_work
 from autopar.cost.memory import saved_values, storage_root
@@ -29,6 +28,9 @@ from autopar.ir.recompute import operator_call, refusal_again
 from autopar.ir.structure import block_paths, constant_tensors
 from autopar.ops.saved import Extra
 from autopar.tunables import CHEAP_FLOPS, CHEAP_MOVES, LEVEL_PRICES
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 AGAIN, KEPT = "computed again", "kept"
 Time = Callable[[Node], int | None]
@@ -81,6 +83,8 @@ class BlockTrade:
 
     def best(self, price: Fraction) -> frozenset[str]:
         """What to compute again where a byte that is kept costs so much; the fewest of equal choices."""
+        import networkx as nx  # a seventh of a second, for plans that compute some operators again alone
+
         network, (per_byte, per_time) = nx.DiGraph(), price.as_integer_ratio()
         network.add_nodes_from((AGAIN, KEPT))
         for operator in self.operators:

@@ -20,6 +20,14 @@ INTRODUCTION = """# Public configurations, audited
 Each file of `tests/auditing/configs` holds the facts of a public configuration; its source is named in `cases.py`, and
 below. The verdict is what `autopar audit` says of it on the devices beside it, without a search; *by hand* is what
 a sum on paper says (`cases.py` has the terms), written down before the audit ran, and kept where the two differ.
+*took* is seconds of the clock in one process, after what the first imports; `price.md` has processor seconds of each in
+a process of its own.
+
+One verdict of 36 differs from the sum: 70B on eight B200 leaves 38% that it fits. The sum ends at 160 to 190 of 192
+GB, and the file steps the optimizer inside the backward pass, which no plan carries and which frees up to 18 GB of
+gradients; the audit names it as not carried. The V100 of these profiles has 16 GB: the sums of two rows said 32 GB at
+first, and the 1-bit Adam row, which fits in 32, is now on A100 of 40 GB. The last three rows are refused with what has
+to be said beside them.
 """
 
 

@@ -237,6 +237,18 @@ def test_what_is_illegal_is_told_without_torch(job: Path) -> None:
     assert found.returncode == 1 and "illegal" in found.stdout, found.stderr
 
 
+def test_a_verdict_needs_neither_torch_export_nor_what_only_programs_run(job: Path) -> None:
+    """Each takes longer to import than a verdict takes."""
+    script = (
+        "import sys; from autopar.cli import main; assert main(sys.argv[1:]) == 0; "
+        "print(*{'torch.export._trace', 'torch._dynamo', 'torch.distributed.tensor', 'autopar.runtime.surface', "
+        "'networkx', 'jsonschema'} & sys.modules.keys(), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", script, "audit", str(written(job)), "--mesh", "h100:8", "--search", "none"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "legal, and fits" in found.stdout and found.stderr.strip() == ""
+
+
 def test_whether_it_is_legal_is_told_before_what_it_takes(job: Path) -> None:
     told = list[Audit]()
     found = autopar.audit(written(job), "h100:8", search=None, tell=told.append)

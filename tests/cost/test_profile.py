@@ -59,6 +59,12 @@ def test_a_file_path_is_a_name(tmp_path: Path) -> None:
         load_profile(str(tmp_path / "none.json"))
 
 
+def test_what_is_shipped_is_of_the_format() -> None:
+    """It is read without being checked, so that it is here."""
+    for name in SHIPPED:
+        assert profile_to_json(profile_from_json(shipped_json(name), name)) == profile_to_json(load_profile(name))
+
+
 def test_round_trip_through_json() -> None:
     for name in SHIPPED:
         data = profile_to_json(load_profile(name))

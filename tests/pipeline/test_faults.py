@@ -40,7 +40,7 @@ def planned(how: str) -> Any:
 
 ROOMS = [
     ("autopar.trace.export.check_markers", "template", "tracing the model"),
-    ("autopar.trace.trace.clean", "search", "tracing the model"),
+    ("autopar.trace.tracing.clean", "search", "tracing the model"),
     ("autopar.trace.guard._estimate_s", "search", "tracing the model"),
     ("autopar.by_hand.divided", "template", "planning"),
     ("autopar.intraop.builder._undominated", "template", "planning"),

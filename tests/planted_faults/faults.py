@@ -107,7 +107,7 @@ RULES = [
           "P if summed and position in additive else R", "R", ("op:linear",)),
 ]  # fmt: skip
 
-CHANGES = "autopar/runtime/redistribute.py"
+CHANGES = "autopar/runtime/redistributing.py"
 _I_R = '("I", "R"): (lambda m, x: x, lambda m, g: pieces.sum_over(g, m.axis)),'
 _R_I = '("R", "I"): (lambda m, x: x, lambda m, g: pieces.keep_on_first(g, m.axis)),'
 _I_S = (

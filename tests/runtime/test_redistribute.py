@@ -22,7 +22,7 @@ from autopar.runtime.placement import (
     parse_type,
     parse_way,
 )
-from autopar.runtime.redistribute import TABLE, redistribute
+from autopar.runtime.redistributing import TABLE, redistribute
 from autopar.runtime.stored import sized_steps
 from tests.rank_pool import RankPool
 

@@ -23,7 +23,7 @@ from autopar.runtime.lowering import exchange
 from autopar.runtime.lowering.exchange import RowLeg
 from autopar.runtime.lowering.grouped import ExpertParameters, LocalExperts, added_biases
 from autopar.runtime.mesh import Axis
-from autopar.runtime.redistribute import redistribute
+from autopar.runtime.redistributing import redistribute
 
 __all__ = ["SlicesByLoad"]
 

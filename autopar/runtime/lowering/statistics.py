@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar.runtime import comm
 from autopar.runtime.mesh import Axis
-from autopar.runtime.redistribute import redistribute
+from autopar.runtime.redistributing import redistribute
 
 __all__ = ["batch_norm", "group_norm", "mean", "weight_norm"]
 
