@@ -26,6 +26,7 @@ from autopar.ir.routing import Routing
 from autopar.ir.structure import batch_inputs
 from autopar.ladders.capacity import Needs, capacity
 from autopar.ladders.climbing import Climb
+from autopar.ladders.layouts import layout_of
 from autopar.ladders.rungs import Ladder, Rung
 from autopar.ladders.shared import SharedLayers, shared_layers
 from autopar.pipeline import planned_jointly, traced
@@ -200,7 +201,8 @@ class _Planner:
         )  # fmt: skip
         plan = with_simulator(plan, graph)
         bound_ns, state_bytes = self._bound_ns(graph, mesh), self._state_bytes(graph)
-        return replace(rung, plan=plan, how=how, bound_ns=bound_ns, state_bytes=state_bytes)
+        layout = layout_of(graph, plan)
+        return replace(rung, plan=plan, how=how, bound_ns=bound_ns, state_bytes=state_bytes, layout=layout)
 
     def _plan(self, graph: Graph, mesh: Mesh, batch: int) -> tuple[Graph, Plan, str]:
         """The best plan, the graph that it is of, and how it was found."""
