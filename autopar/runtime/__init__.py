@@ -24,6 +24,7 @@ from autopar.runtime.declare import (
     Stage,
     renamed,
 )
+from autopar.runtime.elastic import Elastic
 from autopar.runtime.errors import CollectiveError, ProgramError, WorldError
 from autopar.runtime.functions import apply, hooked, imported
 from autopar.runtime.host_link import LinkRates
@@ -56,6 +57,7 @@ __all__ = [
     "Block",
     "Buffer",
     "CollectiveError",
+    "Elastic",
     "Fields",
     "Given",
     "Input",

@@ -1,0 +1,132 @@
+"""The programs of a ladder's rungs in one folder, for `train.py --elastic`: each number of ranks has the fastest of its
+rungs, and all have one global batch.
+
+    program.py, plan.json, train.py, weights.pt    of the largest rung
+    rungs/NAME/                                    program.py and plan.json of each
+    elastic.json                                   the rungs, and what the pauses between them are made of
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from autopar.cost.profile import ACROSS
+from autopar.errors import PlanError
+from autopar.ir.structure import batch_inputs
+from autopar.ir.writing import write_whole
+from autopar.ladders.rungs import Ladder, Rung
+from autopar.pipeline import parallelize, traced
+from autopar.profiler import profiles_of
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How torchrun learns of lost nodes: each says that it lives every keep_alive_s, and is given up after as many times
+    without; those that are left wait last_call_s for further ones."""
+
+    keep_alive_s: int = 5
+    keep_alive_attempts: int = 3
+    last_call_s: int = 5
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, int) or value < 1:
+                raise PlanError(f"expected {name} as a whole number from 1 up, found {value!r}")
+
+    @property
+    def noticed_s(self) -> float:
+        """Until a lost node is given up, in the mean: half a time has passed since it was last heard of."""
+        return self.keep_alive_s * (self.keep_alive_attempts - 0.5)
+
+    @property
+    def text(self) -> str:
+        """What torchrun takes as --rdzv-conf."""
+        return (
+            f"keep_alive_interval={self.keep_alive_s},keep_alive_max_attempt={self.keep_alive_attempts},"
+            f"last_call_timeout={self.last_call_s}"
+        )
+
+
+def save_elastic(
+    ladder: Ladder, folder: str | Path, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None,
+    rendezvous: Rendezvous | None = None,
+) -> Path:  # fmt: skip
+    """Writes the folder, of the model that the ladder is of. Raises PlanError for a ladder of several global batches,
+    of rungs that have no plan, or of rungs that are not of one node of equally many devices each."""
+    meeting, rungs = rendezvous or Rendezvous(), _rungs(ladder)
+    folder, rows = Path(folder), list[dict[str, Any]]()
+    for rung in rungs:
+        assert rung.plan is not None
+        inputs = resized(model, example_inputs, rung.global_batch, loss_fn, rung.plan.precision)
+        program = parallelize(model, rung.mesh, inputs, loss_fn=loss_fn, optimizer=rung.plan.optimizer,
+                              precision=rung.plan.precision, plan=rung.plan, check=False)  # fmt: skip
+        if rung is rungs[0]:
+            program.save(folder)
+        write_whole(folder / "rungs" / rung.name / "program.py", program.source)
+        rung.plan.save(folder / "rungs" / rung.name / "plan.json")
+        rows.append(
+            {"ranks": rung.devices, "mesh": str(rung.mesh), "program": f"rungs/{rung.name}/program.py",
+             "predicted_s": rung.step_ns / 1e9}
+        )  # fmt: skip
+    data = {
+        "autopar_elastic": VERSION, "model": ladder.model, "global_batch": rungs[0].global_batch, "rungs": rows,
+        "devices_per_node": min(rung.mesh.devices_per_node for rung in rungs), "rendezvous": asdict(meeting),
+        "noticed_s": meeting.noticed_s, "met_s": float(meeting.last_call_s), "wire_bytes_s": _wire_bytes_s(rungs[0]),
+    }  # fmt: skip
+    write_whole(folder / "elastic.json", json.dumps(data, indent=1) + "\n")
+    return folder
+
+
+def _rungs(ladder: Ladder) -> list[Rung]:
+    """Of each number of devices the fastest, of many devices first."""
+    batches = sorted({rung.global_batch for rung in ladder.fitting})
+    if len(batches) != 1:
+        raise PlanError(f"expected rungs of one global batch that have plans, found those of {batches or 'none'}")
+    best: dict[int, Rung] = {}
+    for rung in sorted(ladder.fitting, key=lambda rung: rung.step_ns):
+        best.setdefault(rung.devices, rung)
+    return [best[count] for count in sorted(best, reverse=True)]
+
+
+def _wire_bytes_s(rung: Rung) -> float:
+    """What a device sends to another node."""
+    profiles = profiles_of(rung.mesh)
+    return min(profiles[group.profile].link(ACROSS).bandwidth for group in rung.mesh.groups)
+
+
+def resized(
+    model: nn.Module, example_inputs: Any, batch: int, loss_fn: Callable[..., Any] | None, precision: str | None
+) -> Any:  # fmt: skip
+    """The inputs with another number of samples, without values where that is another."""
+    import torch
+
+    graph, _ = traced(model, example_inputs, loss_fn, precision, check=False)
+    own = graph.tensors[batch_inputs(graph)[0]].shape[0]
+
+    def one(value: Any) -> Any:
+        if batch == own or not isinstance(value, Tensor) or not value.dim() or value.shape[0] != own:
+            return value
+        return torch.empty((batch, *value.shape[1:]), dtype=value.dtype, device="meta")
+
+    return tree_map(one, example_inputs)
+
+
+def launch_text(folder: Path, data: Mapping[str, Any]) -> str:
+    """torchrun's command line on each node, but for its address."""
+    per_node = data["devices_per_node"]
+    nodes = [max(1, row["ranks"] // per_node) for row in data["rungs"]]
+    meeting = Rendezvous(**data["rendezvous"]).text
+    return (
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun "
+        f"--nnodes={min(nodes)}:{max(nodes)} --nproc-per-node={per_node} --max-restarts=1000 --rdzv-backend=c10d "
+        f"--rdzv-endpoint=HOST:PORT --rdzv-id=NAME --rdzv-conf={meeting} {folder / 'train.py'} --elastic {folder}"
+    )
