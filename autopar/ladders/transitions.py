@@ -186,12 +186,12 @@ def _wire_ns(found: Moves, mesh: Mesh, profiles: Mapping[str, Profile]) -> int:
 
 
 def mirrored_bytes(layout: StateLayout, ranks_per_node: int, mirrors: int = 1) -> list[int]:
-    """Bytes that each rank sends after each step, so that what one node alone has is on others as well: each slice that
-    only ranks of one node keep, by the first of them, to as many ranks of other nodes. None for one node."""
+    """Bytes that each rank sends after each step, so that as many nodes may be lost at once as there are mirrors: each
+    slice is to be on one node more, and the first rank that keeps it sends it to as many as lack it."""
     found = [0] * layout.ranks
     nodes = -(-layout.ranks // ranks_per_node)
     for tensor in layout.tensors.values():
         for box, ranks in tensor.owners.items():
-            if len({rank // ranks_per_node for rank in ranks}) == 1:
-                found[ranks[0]] += min(mirrors, nodes - 1) * tensor.bytes_of(box)
+            known = len({rank // ranks_per_node for rank in ranks})
+            found[ranks[0]] += max(0, min(mirrors + 1, nodes) - known) * tensor.bytes_of(box)
     return found

@@ -69,8 +69,9 @@ class Nodes:
                 "--rdzv-id=test", f"--rdzv-conf={self._conf}", "--local-addr=127.0.0.1",
                 str(self.work / "driver.py"), *self._arguments, "--snapshots", str(self._kept(number)),
             ]  # fmt: skip
-            output = (self.work / f"node_{number}.txt").open("ab")
-            self._running[number] = subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT)
+            with (self.work / f"node_{number}.txt").open("ab") as output:
+                process = subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT)
+            self._running[number] = process
 
     def _kept(self, number: int) -> Path:
         return self.work / f"kept_{number}"

@@ -1,8 +1,8 @@
-"""Which pieces go to other nodes as well: those that the ranks of one node alone hold, which would be lost with it."""
+"""Which pieces go to other nodes as well: those that too few nodes hold, and that would be lost with them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ Sent = dict[tuple[int, int], list[Key]]
 def mirrored(sizes: Sequence[Sequence[Sizes]], nodes: Sequence[str], mirrors: int) -> Sent:
     """What each rank sends to which. sizes, nodes: what each rank holds, and the node it is on.
 
-    The first rank that holds a piece sends it, to the next ranks that are on further nodes; one for each mirror.
+    Each piece is to be on one node more than there are mirrors: so many may be lost at once. The first rank that holds
+    it sends it, to the next ranks that are on further nodes.
     """
     holders: dict[Key, list[int]] = {}
     for rank, own in enumerate(sizes):
@@ -25,18 +26,18 @@ def mirrored(sizes: Sequence[Sequence[Sizes]], nodes: Sequence[str], mirrors: in
             holders.setdefault(key, []).append(rank)
     found: Sent = {}
     for key, ranks in sorted(holders.items()):
-        if len({nodes[rank] for rank in ranks}) == 1:
-            for to in _others(ranks[0], nodes)[:mirrors]:
-                found.setdefault((ranks[0], to), []).append(key)
+        known = {nodes[rank] for rank in ranks}
+        for to in _others(ranks[0], nodes, known)[: max(0, mirrors + 1 - len(known))]:
+            found.setdefault((ranks[0], to), []).append(key)
     return found
 
 
-def _others(rank: int, nodes: Sequence[str]) -> list[int]:
-    """The next ranks on other nodes, one a node."""
+def _others(rank: int, nodes: Sequence[str], known: Collection[str]) -> list[int]:
+    """The next ranks on further nodes, one a node."""
     found: dict[str, int] = {}
     for step in range(1, len(nodes)):
         other = (rank + step) % len(nodes)
-        if nodes[other] != nodes[rank]:
+        if nodes[other] not in known:
             found.setdefault(nodes[other], other)
     return list(found.values())
 

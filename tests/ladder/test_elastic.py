@@ -1,0 +1,112 @@
+"""Nodes that are killed for good, and that come back: training goes on under another rung, from the last step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.errors import PlanError
+from autopar.ladders import Ladder, Rung
+from autopar.ladders.elastic import Rendezvous, save_elastic
+from autopar.ladders.layouts import layout_of
+from autopar.pipeline import traced
+from autopar.runtime.elastic.joining import read_steps, rung_for
+from autopar.runtime.errors import ProgramError, WorldError
+from models import mlp
+from tests.ladder.nodes import Nodes
+from tests.runtime.test_lost_ranks import single_device
+
+STEPS = 16
+
+
+def ladder_of(zero: dict[int, int], batch: int = 24) -> tuple[Ladder, torch.nn.Module, Any]:
+    """Rungs of so many nodes of one rank, with parameters sharded so far."""
+    torch.manual_seed(0)
+    config = mlp.Config(batch_size=batch)
+    model, inputs = mlp.build(config), mlp.example_inputs(config)
+    graph = traced(model, inputs, None, None, check=False)[0]
+    rungs = []
+    for count, stage in zero.items():
+        mesh = autopar.Mesh("cpu", nodes=count)
+        plan = autopar.template_plan(model, mesh, inputs, dp=count, zero=stage)
+        rungs.append(Rung(mesh, batch, plan, "given", layout=layout_of(graph, plan)))
+    return Ladder("mlp", tuple(rungs)), model, inputs
+
+
+def predicted_bytes(ladder: Ladder, old: int, new: int) -> int:
+    """Where as many survive as there are ranks on the smaller."""
+    rungs = {rung.devices: rung for rung in ladder.rungs}
+    return ladder.transition(rungs[old], rungs[new]).moves.total_bytes
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_training_goes_on_when_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
+    """Of four nodes, of which each alone has a quarter of the state, two are killed, come back, and then one is. Every
+    loss is that of one device, and each start goes on after the last step that was done."""
+    ladder, model, inputs = ladder_of({4: 3, 3: 0, 2: 0})
+    folder = save_elastic(ladder, tmp_path / "ladder", model, inputs, rendezvous=Rendezvous(1, 3, 2))
+    nodes = Nodes(folder, tmp_path / "work", STEPS, 2, 4, step_s=0.4)
+    try:
+        nodes.start(0, 1, 2, 3)
+        nodes.wait(lambda log: bool(log))
+        nodes.kill(1, 3)
+        nodes.wait(lambda log: starts(log) == [2])
+        nodes.start(1, 3)
+        nodes.wait(lambda log: starts(log) == [2, 4] and "loss" in log[-1])
+        nodes.kill(2)
+        nodes.wait(lambda log: starts(log) == [2, 4, 3])
+        assert nodes.join() == [0, 0, 0]
+        log = nodes.logged()
+    except BaseException:
+        print(nodes.text())
+        raise
+    finally:
+        nodes.stop()
+    done = -1
+    for line in log:
+        if "ranks" in line:
+            assert line["from"] == "ranks" and line["goes_on_after"] in (done, done - 1)
+            assert line["pause_s"] > 0 and line["predicted_pause_s"] > 0
+            done = line["goes_on_after"]
+        else:
+            assert line["step"] == done + 1
+            done = line["step"]
+    assert done == STEPS - 1 and not list((tmp_path / "work").glob("kept_*"))
+    expected = single_device(folder, model, STEPS)
+    for line in (line for line in log if "loss" in line):
+        assert line["loss"] == pytest.approx(expected[line["step"]], abs=1e-4)
+    grown = next(line for line in log if line.get("ranks") == 4)
+    # Beside tensors, each new rank takes the step counts of parameters and what is no tensor, of a kilobyte or two each.
+    assert 0 <= grown["moved_bytes"] - predicted_bytes(ladder, 2, 4) < 2 * 80_000
+
+
+def starts(log: list[dict[str, Any]]) -> list[int]:
+    return [line["ranks"] for line in log if "ranks" in line]
+
+
+def test_the_largest_rung_that_there_are_processes_for_is_taken(tmp_path: Path) -> None:
+    ladder, model, inputs = ladder_of({4: 0, 2: 0})
+    save_elastic(ladder, tmp_path, model, inputs)
+    steps = read_steps(tmp_path)
+    assert [rung_for(steps.rungs, count).ranks for count in (2, 3, 4, 9)] == [2, 2, 4, 4]
+    with pytest.raises(WorldError, match="at least 2 processes for the smallest rung"):
+        rung_for(steps.rungs, 1)
+    assert all(rung.program.is_file() and rung.predicted_s > 0 for rung in steps.rungs)
+    (tmp_path / "elastic.json").write_text(json.dumps({"rungs": []}))
+    with pytest.raises(ProgramError, match="autopar ladder --elastic"):
+        read_steps(tmp_path)
+
+
+def test_a_ladder_of_several_batches_is_no_folder_to_train_in(tmp_path: Path) -> None:
+    one, model, inputs = ladder_of({2: 0})
+    other, *_ = ladder_of({2: 0}, batch=12)
+    with pytest.raises(PlanError, match="rungs of one global batch"):
+        save_elastic(Ladder("mlp", (*one.rungs, *other.rungs)), tmp_path, model, inputs)
+    with pytest.raises(PlanError, match="whole number from 1 up"):
+        Rendezvous(keep_alive_s=0)
