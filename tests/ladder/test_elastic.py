@@ -21,7 +21,7 @@ from models import mlp
 from tests.ladder.nodes import Nodes
 from tests.runtime.test_lost_ranks import single_device
 
-STEPS = 16
+STEPS = 100
 
 
 def ladder_of(zero: dict[int, int], batch: int = 24) -> tuple[Ladder, torch.nn.Module, Any]:
@@ -51,16 +51,17 @@ def test_training_goes_on_when_nodes_are_killed_and_come_back(tmp_path: Path) ->
     loss is that of one device, and each start goes on after the last step that was done."""
     ladder, model, inputs = ladder_of({4: 3, 3: 0, 2: 0})
     folder = save_elastic(ladder, tmp_path / "ladder", model, inputs, rendezvous=Rendezvous(1, 3, 2))
-    nodes = Nodes(folder, tmp_path / "work", STEPS, 2, 4, step_s=0.4)
+    nodes = Nodes(folder, tmp_path / "work", STEPS, 2, 4, step_s=0.5)
     try:
         nodes.start(0, 1, 2, 3)
-        nodes.wait(lambda log: bool(log))
+        nodes.wait(lambda log: len(log) > 1)
         nodes.kill(1, 3)
         nodes.wait(lambda log: starts(log) == [2])
         nodes.start(1, 3)
         nodes.wait(lambda log: starts(log) == [2, 4] and "loss" in log[-1])
         nodes.kill(2)
         nodes.wait(lambda log: starts(log) == [2, 4, 3])
+        nodes.hurry()
         assert nodes.join() == [0, 0, 0]
         log = nodes.logged()
     except BaseException:
