@@ -9,11 +9,12 @@ rungs, and all have one global batch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -30,8 +31,8 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How torchrun learns of lost nodes: each says that it lives every keep_alive_s, and is given up after as many times
-    without; those that are left wait last_call_s for further ones."""
+    """How torchrun learns of lost nodes: each says that it lives every keep_alive_s, and is given up after as many
+    times without; those that are left wait last_call_s for further ones."""
 
     keep_alive_s: int = 5
     keep_alive_attempts: int = 3
@@ -47,21 +48,13 @@ class Rendezvous:
         """Until a lost node is given up, in the mean: half a time has passed since it was last heard of."""
         return self.keep_alive_s * (self.keep_alive_attempts - 0.5)
 
-    @property
-    def text(self) -> str:
-        """What torchrun takes as --rdzv-conf."""
-        return (
-            f"keep_alive_interval={self.keep_alive_s},keep_alive_max_attempt={self.keep_alive_attempts},"
-            f"last_call_timeout={self.last_call_s}"
-        )
-
 
 def save_elastic(
-    ladder: Ladder, folder: str | Path, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None,
-    rendezvous: Rendezvous | None = None,
+    ladder: Ladder, folder: str | Path, model: nn.Module, example_inputs: Any, *,
+    loss_fn: Callable[..., Any] | None = None, rendezvous: Rendezvous | None = None,
 ) -> Path:  # fmt: skip
     """Writes the folder, of the model that the ladder is of. Raises PlanError for a ladder of several global batches,
-    of rungs that have no plan, or of rungs that are not of one node of equally many devices each."""
+    without plans, or of nodes of unequally many devices."""
     meeting, rungs = rendezvous or Rendezvous(), _rungs(ladder)
     folder, rows = Path(folder), list[dict[str, Any]]()
     for rung in rungs:
@@ -79,7 +72,7 @@ def save_elastic(
         )  # fmt: skip
     data = {
         "autopar_elastic": VERSION, "model": ladder.model, "global_batch": rungs[0].global_batch, "rungs": rows,
-        "devices_per_node": min(rung.mesh.devices_per_node for rung in rungs), "rendezvous": asdict(meeting),
+        "devices_per_node": rungs[0].mesh.groups[0].devices_per_node, "rendezvous": asdict(meeting),
         "noticed_s": meeting.noticed_s, "met_s": float(meeting.last_call_s), "wire_bytes_s": _wire_bytes_s(rungs[0]),
     }  # fmt: skip
     write_whole(folder / "elastic.json", json.dumps(data, indent=1) + "\n")
@@ -94,7 +87,14 @@ def _rungs(ladder: Ladder) -> list[Rung]:
     best: dict[int, Rung] = {}
     for rung in sorted(ladder.fitting, key=lambda rung: rung.step_ns):
         best.setdefault(rung.devices, rung)
-    return [best[count] for count in sorted(best, reverse=True)]
+    rungs = [best[count] for count in sorted(best, reverse=True)]
+    sizes = {group.devices_per_node for rung in rungs for group in rung.mesh.groups}
+    if len(sizes) != 1:
+        raise PlanError(
+            "expected rungs of nodes of equally many devices, as nodes are what is lost and comes back, found nodes of "
+            f"{' and '.join(map(str, sorted(sizes)))}; name meshes as NODESxDEVICES, such as h100:4x8 and h100:3x8"
+        )
+    return rungs
 
 
 def _wire_bytes_s(rung: Rung) -> float:
@@ -107,8 +107,6 @@ def resized(
     model: nn.Module, example_inputs: Any, batch: int, loss_fn: Callable[..., Any] | None, precision: str | None
 ) -> Any:  # fmt: skip
     """The inputs with another number of samples, without values where that is another."""
-    import torch
-
     graph, _ = traced(model, example_inputs, loss_fn, precision, check=False)
     own = graph.tensors[batch_inputs(graph)[0]].shape[0]
 
@@ -118,15 +116,3 @@ def resized(
         return torch.empty((batch, *value.shape[1:]), dtype=value.dtype, device="meta")
 
     return tree_map(one, example_inputs)
-
-
-def launch_text(folder: Path, data: Mapping[str, Any]) -> str:
-    """torchrun's command line on each node, but for its address."""
-    per_node = data["devices_per_node"]
-    nodes = [max(1, row["ranks"] // per_node) for row in data["rungs"]]
-    meeting = Rendezvous(**data["rendezvous"]).text
-    return (
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun "
-        f"--nnodes={min(nodes)}:{max(nodes)} --nproc-per-node={per_node} --max-restarts=1000 --rdzv-backend=c10d "
-        f"--rdzv-endpoint=HOST:PORT --rdzv-id=NAME --rdzv-conf={meeting} {folder / 'train.py'} --elastic {folder}"
-    )

@@ -68,7 +68,8 @@ def _transitions(ladder: Ladder) -> Iterator[dict[str, Any]]:
         for old, new in permutations(ladder.neighbours(batch), 2):
             found = ladder.transition(old, new)
             yield {
-                "from": str(old.mesh), "to": str(new.mesh), "global_batch": batch, "wire_bytes": found.moves.total_bytes,
+                "from": str(old.mesh), "to": str(new.mesh), "global_batch": batch,
+                "wire_bytes": found.moves.total_bytes,
                 "most_received_bytes": max(map(found.moves.received, range(new.devices)), default=0),
                 "lost_bytes": found.moves.lost_bytes, "wire_s": found.wire_s, "written_s": found.written_s,
                 "read_bytes": sum(found.moves.read_bytes), "read_s": found.read_s,

@@ -81,8 +81,8 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def layout_of(graph: Graph, plan: Plan) -> StateLayout:
-    """The layout of a plan for this graph. A tensor that several stages keep is looked for where the first keeps it, and
-    then where slices of the others are equal to those."""
+    """The layout of a plan for this graph. A tensor that several stages keep is where the first keeps it, and where
+    others keep the same slices."""
     found: dict[str, list[dict[Box, list[int]]]] = {}
     shapes: dict[str, tuple[tuple[int, ...], int]] = {}
     for item in graph.stored:

@@ -117,7 +117,7 @@ class Ladder:
     rungs: tuple[Rung, ...]
     capacity: Any = None
     processor_s: float = 0.0
-    store: StateStore = StateStore()
+    store: StateStore = field(default_factory=StateStore)
 
     def __str__(self) -> str:
         return str(view("ladder_text")(self))
@@ -165,9 +165,9 @@ class Ladder:
         return found
 
     def transition(self, old: Rung, new: Rung, lost: Sequence[int] | None = None) -> Transition:
-        """What going from one rung to another of the same global batch takes, in bytes and seconds. lost: ranks of the old
-        plan that are gone; by default those that a smaller new plan has no room for, its last. Raises PlanError for
-        rungs of other batches, or without plans."""
+        """What going from one rung to another of the same global batch takes, in bytes and seconds. lost: ranks of the
+        old plan that are gone; by default those that a smaller new plan has no room for, its last. Raises PlanError
+        for rungs of other batches, or without plans."""
         if old.layout is None or new.layout is None or old.global_batch != new.global_batch:
             raise PlanError(
                 f"expected two rungs of one global batch that have plans, found {old.mesh} with batch "

@@ -1,7 +1,7 @@
 """From one plan's state to another's: the bytes that each rank sends and receives, and the seconds that it takes.
 
-    wire      ranks of the old plan that survive keep what they have; each rank of the new plan takes what it lacks from a
-              survivor that has it: itself, one of its own node, or else the n-th of those that have it, n being the
+    wire      ranks of the old plan that survive keep what they have; each rank of the new plan takes what it lacks from
+              a survivor that has it: itself, one of its own node, or else the n-th of those that have it, n being the
               rank's number. All that goes from one rank to another goes in one message.
     storage   the old plan's ranks write a checkpoint, each element once; the new plan's ranks read all that they keep
 

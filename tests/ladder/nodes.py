@@ -1,4 +1,4 @@
-"""Nodes of one rank each, on this host: a torchrun for each, which may be killed with its rank and all that it keeps."""
+"""Nodes of one rank each, on this host: a torchrun for each, which may be killed with its rank and what it keeps."""
 
 from __future__ import annotations
 

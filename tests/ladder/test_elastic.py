@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,7 @@ def test_training_goes_on_when_nodes_are_killed_and_come_back(tmp_path: Path) ->
     for line in (line for line in log if "loss" in line):
         assert line["loss"] == pytest.approx(expected[line["step"]], abs=1e-4)
     grown = next(line for line in log if line.get("ranks") == 4)
-    # Beside tensors, each new rank takes the step counts of parameters and what is no tensor, of a kilobyte or two each.
-    assert 0 <= grown["moved_bytes"] - predicted_bytes(ladder, 2, 4) < 2 * 80_000
+    assert grown["moved_bytes"] == predicted_bytes(ladder, 2, 4) > 0
 
 
 def starts(log: list[dict[str, Any]]) -> list[int]:
@@ -104,10 +104,13 @@ def test_the_largest_rung_that_there_are_processes_for_is_taken(tmp_path: Path) 
         read_steps(tmp_path)
 
 
-def test_a_ladder_of_several_batches_is_no_folder_to_train_in(tmp_path: Path) -> None:
+def test_what_is_no_folder_to_train_in(tmp_path: Path) -> None:
     one, model, inputs = ladder_of({2: 0})
     other, *_ = ladder_of({2: 0}, batch=12)
     with pytest.raises(PlanError, match="rungs of one global batch"):
         save_elastic(Ladder("mlp", (*one.rungs, *other.rungs)), tmp_path, model, inputs)
+    unequal = replace(one.rungs[0], mesh=autopar.Mesh("cpu", devices_per_node=3))
+    with pytest.raises(PlanError, match="nodes of 1 and 3"):
+        save_elastic(Ladder("mlp", (*one.rungs, unequal)), tmp_path, model, inputs)
     with pytest.raises(PlanError, match="whole number from 1 up"):
         Rendezvous(keep_alive_s=0)

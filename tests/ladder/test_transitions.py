@@ -148,10 +148,13 @@ def test_with_mirrors_no_node_alone_has_anything(mirrors: int) -> None:
         size = {name: tensor.num_bytes // max(1, math.prod(tensor.shape)) for name, tensor in own.tensors.items()}
         for rank, count in enumerate(mirrored_bytes(own, per_node, mirrors)):
             told = sum(
-                math.prod(shapes[key]) * size[key[0]] for (source, _), ks in sent.items() if source == rank for key in ks
+                math.prod(shapes[key]) * size[key[0]]
+                for (source, _), ks in sent.items()
+                if source == rank
+                for key in ks
             )
             assert told == count
-        held = [{key: shape for key, shape in held} for held in sizes]
+        held = [dict(own_sizes) for own_sizes in sizes]
         for (_, to), keys in sent.items():
             held[to].update({key: shapes[key] for key in keys})
         whole = {name: (tensor.shape, "float32") for name, tensor in own.tensors.items()}

@@ -4,7 +4,7 @@
                     what one node alone has goes to a rank of another node as well                         `mirrors`
     ranks change    torchrun starts the processes anew, as many as there are; the largest program that     `joining`
                     they are enough for is taken
-    then            ranks take from each other what they lack, by the slices of both programs              `wire`, `reader`
+    then            ranks take from each other what they lack, by the slices of both programs              `reader`
 
 The last step that all kept is the one that is gone on from. Where something of it is lost with all who had it, the last
 checkpoint is, and a line says so.

@@ -1,4 +1,4 @@
-"""What a rank holds of a training's state, as pieces of tensors by name and offset: as a checkpoint would write them."""
+"""What a rank holds of a training's state, as pieces of tensors by name and offset, as a checkpoint has them."""
 
 from __future__ import annotations
 

@@ -48,9 +48,7 @@ def send_mirrored(
     """Sends what this rank is to send, and returns what it receives. every: the shapes of what each rank holds."""
     outgoing = {to: flat([held.pieces[key] for key in keys]) for (own, to), keys in sent.items() if own == wire.rank}
     due = {source: keys for (source, to), keys in sent.items() if to == wire.rank}
-    incoming = {
-        source: sum(size_of(every[source][key], whole[key[0]]) for key in keys) for source, keys in due.items()
-    }
+    incoming = {source: sum(size_of(every[source][key], whole[key[0]]) for key in keys) for source, keys in due.items()}
     came = wire.exchange(outgoing, incoming)
     found = Held()
     for source, keys in due.items():

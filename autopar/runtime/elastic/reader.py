@@ -45,10 +45,14 @@ class _Wanted:
 
 
 class HeldReader(StorageReader):
-    """Each process that loads has one; those that only serve call `serve`."""
+    """Each process that loads has one; those that only serve call `serve`.
+
+    state_bytes: what was received of tensors of parameters, buffers and what optimizers keep, but for single numbers.
+    """
 
     def __init__(self, wire: Wire, holdings: Holdings) -> None:
         self._wire, self._holdings = wire, holdings
+        self.state_bytes = 0
         self._shapes = [dict(own) for own in holdings.every]
         self._holders: dict[Key, list[int]] = {}
         for number, own in enumerate(self._shapes):
@@ -110,6 +114,10 @@ class HeldReader(StorageReader):
             to: flat([part_of(self._holdings.held, asked) for asked in asks[self._wire.rank]])
             for to, asks in enumerate(every) if self._wire.rank in asks
         }  # fmt: skip
+        self.state_bytes += sum(
+            length for one in wanted.values() for (key, lengths, _), length in zip(one.asked, one.lengths, strict=True)
+            if lengths and key[0].startswith(("model.", "optimizer.state."))
+        )  # fmt: skip
         return self._wire.exchange(outgoing, {source: sum(one.lengths) for source, one in wanted.items()})
 
     def _want(self, item: ReadItem, wanted: dict[int, _Wanted]) -> None:

@@ -23,8 +23,8 @@ Label = tuple[int, int]
 
 
 class Kept(NamedTuple):
-    """What is noted with a state. at: seconds since 1970. size: processes that ran then. start_s: what starting them took,
-    to their first step, without what it took to agree and to load."""
+    """What is noted with a state. at: seconds since 1970. size: processes that ran then. start_s: what starting them
+    took, to their first step, without what it took to agree and to load."""
 
     at: float
     size: int

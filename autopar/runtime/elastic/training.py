@@ -42,9 +42,9 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where training goes on from. step: how many are done. source: "start", "ranks" or "checkpoint". moved_bytes: what
-    all ranks together received from others. seconds: to agree and to load. kept: what was noted with the state that is
-    gone on from; None from a checkpoint."""
+    """Where training goes on from. step: how many are done. source: "start", "ranks" or "checkpoint". moved_bytes: of
+    state, what all ranks together received from others (`HeldReader.state_bytes`). seconds: to agree and to load.
+    kept: what was noted with the state that is gone on from; None from a checkpoint."""
 
     step: int
     source: str
@@ -109,7 +109,7 @@ class Elastic:
         else:
             reader = HeldReader(self._wire, agreed.holdings)
             step = load_state(reader, self._snapshots.folder, rank, optimizer, extra)
-            moved = sum(self._wire.gather(self._wire.received_bytes))
+            moved = sum(self._wire.gather(reader.state_bytes))
             note_seen(self._checkpoints, rank)
             found = Resumed(step, "ranks", moved, time.monotonic() - began, agreed.kept)
         self._start_s = time.time() - _process_began() - found.seconds

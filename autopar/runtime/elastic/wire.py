@@ -22,11 +22,10 @@ _TAG = 7
 
 
 class Wire:
-    """rank, size: of this process among all, which share the store; None for one alone. received_bytes, sent_bytes: of tensors, so far."""
+    """rank, size: of this process among all, which share the store; None for one alone."""
 
     def __init__(self, store: Store | None, rank: int, size: int, timeout_s: float) -> None:
         self.rank, self.size = rank, size
-        self.received_bytes = self.sent_bytes = 0
         self._timeout_s = timeout_s
         self._group: Any = None
         if store is not None:
@@ -55,8 +54,6 @@ class Wire:
         works += [self._group.send([own], to, _TAG) for to, own in sorted(outgoing.items()) if own.numel()]
         for work in works:
             self._together(work)
-        self.received_bytes += sum(into.numel() for into in found.values())
-        self.sent_bytes += sum(own.numel() for own in outgoing.values())
         return found
 
     def _together(self, work: Any) -> None:
@@ -65,8 +62,8 @@ class Wire:
         except RuntimeError as error:
             text = " ".join(str(error).split())[:300]
             raise CollectiveError(
-                f"process {self.rank} of {self.size}: what processes tell each other did not come to its end. Most likely "
-                f"one of them ended, or did not answer within {self._timeout_s:g} s; torchrun starts them anew. torch "
+                f"process {self.rank} of {self.size}: what processes tell each other did not come to its end. Most "
+                f"likely one of them ended, or did not answer within {self._timeout_s:g} s; torchrun starts them anew. torch "
                 f"says: {text}"
             ) from error
 
