@@ -27,7 +27,7 @@ from autopar.ladders.stores import StateStore
 
 
 @dataclass(frozen=True)
-class Moves:
+class StateMoves:
     """What goes over the wire. sent: bytes by (from, to), both as numbers of the new plan's ranks, or for a survivor
     that has no part in it as −1 − its number in the old plan. kept_bytes: what ranks have already. lost_bytes: what no
     survivor has, each element once. read_bytes: by rank of the new plan, all that it keeps."""
@@ -59,7 +59,7 @@ class Transition:
     """
 
     lost: tuple[int, ...]
-    moves: Moves = field(repr=False)
+    moves: StateMoves = field(repr=False)
     wire_s: float | None
     written_s: float
     read_s: float
@@ -79,7 +79,7 @@ def survivors(old: int, new: int, lost: Iterable[int] = ()) -> list[int | None]:
     return [left[rank] if rank < len(left) else None for rank in range(new)]
 
 
-def moves(old: StateLayout, new: StateLayout, was: Sequence[int | None], lost: Iterable[int], mesh: Mesh) -> Moves:
+def moves(old: StateLayout, new: StateLayout, was: Sequence[int | None], lost: Iterable[int], mesh: Mesh) -> StateMoves:
     """What goes over the wire where rank r of the new plan was rank `was[r]` of the old one. mesh: the new plan's.
 
     Raises PlanError where these are plans of different state."""
@@ -87,17 +87,17 @@ def moves(old: StateLayout, new: StateLayout, was: Sequence[int | None], lost: I
     gone = set(lost)
     number = {rank: now for now, rank in enumerate(was) if rank is not None}
     places = {rank: number.get(rank, -1 - rank) for rank in range(old.ranks) if rank not in gone}
-    found = _Found([places.get(rank) for rank in range(old.ranks)], mesh)
+    found = _SummedMoves([places.get(rank) for rank in range(old.ranks)], mesh)
     alike = Counter((old.tensors[name].key, tensor.key) for name, tensor in new.tensors.items())
     some = {(old.tensors[name].key, tensor.key): name for name, tensor in new.tensors.items()}
     for key, count in alike.items():
         name = some[key]
         found.add(old.tensors[name], new.tensors[name], count)
-    return Moves(dict(found.sent), found.kept, found.lost, tuple(new.bytes_by_rank()))
+    return StateMoves(dict(found.sent), found.kept, found.lost, tuple(new.bytes_by_rank()))
 
 
-class _Found:
-    """Sums up the moves of one tensor after the other. places: of each old rank, as `Moves.sent` numbers them."""
+class _SummedMoves:
+    """Sums up the moves of one tensor after the other. places: of each old rank, as `StateMoves.sent` numbers them."""
 
     def __init__(self, places: Sequence[int | None], mesh: Mesh) -> None:
         self._places, self._mesh = places, mesh
@@ -163,7 +163,7 @@ def transition(
     return Transition(gone, found, wire_s, old.num_bytes / (old_nodes * store.write_bytes_s), read_s)
 
 
-def _wire_ns(found: Moves, mesh: Mesh, profiles: Mapping[str, Profile]) -> int:
+def _wire_ns(found: StateMoves, mesh: Mesh, profiles: Mapping[str, Profile]) -> int:
     """Until the last rank is done: each sends and receives at a time, inside its node and across nodes."""
     ways: dict[int, Counter[tuple[str, str]]] = {}
     sizes: dict[int, Counter[tuple[str, str]]] = {}

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from autopar.runtime.checkpoint import last_checkpoint
-from autopar.runtime.elastic.held import Held, lacking
+from autopar.runtime.elastic.held import HeldState, lacking
 from autopar.runtime.elastic.reader import Holdings
-from autopar.runtime.elastic.snapshots import Kept, Label, Snapshot, Snapshots
-from autopar.runtime.elastic.wire import Wire
+from autopar.runtime.elastic.snapshots import KeptNote, Label, StepSnapshot, Snapshots
+from autopar.runtime.elastic.wire import HostWire
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,12 @@ class Agreed:
     checkpoint. lost: names of what is not whole of a later state. sequence: a number that no state has yet."""
 
     holdings: Holdings | None
-    kept: Kept | None
+    kept: KeptNote | None
     lost: tuple[str, ...]
     sequence: int
 
 
-def agree(wire: Wire, snapshots: Snapshots, checkpoints: Path, node: str) -> Agreed:
+def agree(wire: HostWire, snapshots: Snapshots, checkpoints: Path, node: str) -> Agreed:
     """The newest state that is whole, unless the last checkpoint is of a later step. Equal on all processes."""
     count, number = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     own = list(snapshots.read(number, count))
@@ -49,14 +49,14 @@ def _saved_step(checkpoints: Path) -> int:
     return int(found.name.split("_")[1].split(".")[0]) if found is not None else 0
 
 
-def _holdings(label: Label, own: list[Snapshot], every: list[Any], nodes: list[str]) -> tuple[Holdings, Kept]:
+def _holdings(label: Label, own: list[StepSnapshot], every: list[Any], nodes: list[str]) -> tuple[Holdings, KeptNote]:
     """Of one state. every: the summaries of what each process has."""
     these = [[one for one in told if one[0] == label] for told in every]
     whole = {name: kind for told in these for _, _, known, _ in told for name, kind in known.items()}
     sizes = [[size for _, known, *_ in told for size in known] for told in these]
-    held = Held()
+    held = HeldState()
     for one in own:
         if one.label == label:
             held.pieces.update(one.held.pieces)
-    last = max(Kept(*kept) for told in these for *_, kept in told)
+    last = max(KeptNote(*kept) for told in these for *_, kept in told)
     return Holdings(held, sizes, whole, nodes), last

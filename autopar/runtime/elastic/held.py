@@ -34,7 +34,7 @@ Sizes = tuple[Key, Offset]
 
 
 @dataclass(slots=True)
-class Held:
+class HeldState:
     """pieces: on the host. whole: by name, what each is a piece of."""
 
     pieces: dict[Key, Tensor] = field(default_factory=dict)
@@ -50,12 +50,12 @@ class Held:
         return sum(piece.nbytes for piece in self.pieces.values())
 
 
-def held_of(state: Mapping[str, Any], slices: Mapping[Path, Sliced]) -> Held:
+def held_of(state: Mapping[str, Any], slices: Mapping[Path, Sliced]) -> HeldState:
     """What this rank has of a state as `save_checkpoint` makes it. The pieces are copies, or may be the state's own."""
     planner = SlicesWriter(slices)
     plain = {name: item.state_dict() if isinstance(item, Stateful) else item for name, item in state.items()}
     planner.set_up_planner(plain, None, is_coordinator=True)
-    held = Held()
+    held = HeldState()
     for item in planner.create_local_plan().items:
         name, data = item.index.fqn, planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:

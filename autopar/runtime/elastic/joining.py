@@ -25,7 +25,7 @@ FILE = "elastic.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class ElasticRung:
     """A program for so many ranks. predicted_s: a step."""
 
     ranks: int
@@ -35,27 +35,27 @@ class Rung:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class ElasticSteps:
     """What `elastic.json` says: rungs, of many ranks first, and how long it takes until lost ranks are missed
     (noticed_s) and the others have met (met_s), as torchrun is told (`autopar launch --elastic`)."""
 
-    rungs: tuple[Rung, ...]
+    rungs: tuple[ElasticRung, ...]
     noticed_s: float
     met_s: float
     wire_bytes_s: float
 
 
-def read_steps(folder: Path) -> Steps:
+def read_steps(folder: Path) -> ElasticSteps:
     """Reads it. Raises ProgramError for a folder that `autopar ladder --elastic` has not written."""
     path = folder / FILE
     try:
         data = json.loads(path.read_text("utf-8"))
         rungs = [
-            Rung(int(row["ranks"]), str(row["mesh"]), folder / str(row["program"]), float(row["predicted_s"]))
+            ElasticRung(int(row["ranks"]), str(row["mesh"]), folder / str(row["program"]), float(row["predicted_s"]))
             for row in data["rungs"]
         ]
         rest = (float(data[name]) for name in ("noticed_s", "met_s", "wire_bytes_s"))
-        found = Steps(tuple(sorted(rungs, key=lambda rung: -rung.ranks)), *rest)
+        found = ElasticSteps(tuple(sorted(rungs, key=lambda rung: -rung.ranks)), *rest)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ProgramError(
             f"expected {path} as `autopar ladder --elastic` writes it, found none that can be read: {error!r}"
@@ -65,7 +65,7 @@ def read_steps(folder: Path) -> Steps:
     return found
 
 
-def rung_for(rungs: Sequence[Rung], count: int) -> Rung:
+def rung_for(rungs: Sequence[ElasticRung], count: int) -> ElasticRung:
     """The one of most ranks that so many processes are enough for. Raises WorldError where none is."""
     for rung in rungs:
         if rung.ranks <= count:
@@ -76,7 +76,7 @@ def rung_for(rungs: Sequence[Rung], count: int) -> Rung:
     )
 
 
-def program_of(rung: Rung) -> Any:
+def program_of(rung: ElasticRung) -> Any:
     """The program's class, of the file beside the ladder."""
     name = f"autopar_rung_{rung.ranks}"
     spec = importlib.util.spec_from_file_location(name, rung.program)

@@ -7,14 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from autopar.runtime.elastic.held import Held, Key, Sizes, Whole
-from autopar.runtime.elastic.wire import Wire
+from autopar.runtime.elastic.held import HeldState, Key, Sizes, Whole
+from autopar.runtime.elastic.wire import HostWire
 
-Sent = dict[tuple[int, int], list[Key]]
+Mirrored = dict[tuple[int, int], list[Key]]
 """By (from, to): the pieces, in order."""
 
 
-def mirrored(sizes: Sequence[Sequence[Sizes]], nodes: Sequence[str], mirrors: int) -> Sent:
+def mirrored(sizes: Sequence[Sequence[Sizes]], nodes: Sequence[str], mirrors: int) -> Mirrored:
     """What each rank sends to which. sizes, nodes: what each rank holds, and the node it is on.
 
     Each piece is to be on one node more than there are mirrors: so many may be lost at once. The first rank that holds
@@ -24,7 +24,7 @@ def mirrored(sizes: Sequence[Sequence[Sizes]], nodes: Sequence[str], mirrors: in
     for rank, own in enumerate(sizes):
         for key, _ in own:
             holders.setdefault(key, []).append(rank)
-    found: Sent = {}
+    found: Mirrored = {}
     for key, ranks in sorted(holders.items()):
         known = {nodes[rank] for rank in ranks}
         for to in _others(ranks[0], nodes, known)[: max(0, mirrors + 1 - len(known))]:
@@ -43,14 +43,14 @@ def _others(rank: int, nodes: Sequence[str], known: Collection[str]) -> list[int
 
 
 def send_mirrored(
-    held: Held, sent: Sent, every: Sequence[Mapping[Key, tuple[int, ...]]], whole: Mapping[str, Whole], wire: Wire
-) -> Held:  # fmt: skip
+    held: HeldState, sent: Mirrored, every: Sequence[Mapping[Key, tuple[int, ...]]], whole: Mapping[str, Whole], wire: HostWire
+) -> HeldState:  # fmt: skip
     """Sends what this rank is to send, and returns what it receives. every: the shapes of what each rank holds."""
     outgoing = {to: flat([held.pieces[key] for key in keys]) for (own, to), keys in sent.items() if own == wire.rank}
     due = {source: keys for (source, to), keys in sent.items() if to == wire.rank}
     incoming = {source: sum(size_of(every[source][key], whole[key[0]]) for key in keys) for source, keys in due.items()}
     came = wire.exchange(outgoing, incoming)
-    found = Held()
+    found = HeldState()
     for source, keys in due.items():
         start = 0
         for key in keys:

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from autopar.runtime.elastic.held import Held, Key, Sizes, Whole, metadata_of
+from autopar.runtime.elastic.held import HeldState, Key, Sizes, Whole, metadata_of
 from autopar.runtime.elastic.mirrors import flat, of_flat, size_of
-from autopar.runtime.elastic.wire import Wire
+from autopar.runtime.elastic.wire import HostWire
 
 Asked = tuple[Key, tuple[int, ...] | None, tuple[int, ...] | None]
 """A piece, and the part of it that is asked for, by offset and length of each dim; all of it where these are None."""
@@ -31,14 +31,14 @@ Asked = tuple[Key, tuple[int, ...] | None, tuple[int, ...] | None]
 class Holdings:
     """What is held of one state. every: the pieces that each process holds, with their shapes. nodes: where each is."""
 
-    held: Held
+    held: HeldState
     every: Sequence[Sequence[Sizes]]
     whole: dict[str, Whole]
     nodes: Sequence[str]
 
 
 @dataclass(slots=True)
-class _Wanted:
+class _WantedPieces:
     asked: list[Asked] = field(default_factory=list)
     items: list[ReadItem] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
@@ -50,7 +50,7 @@ class HeldReader(StorageReader):
     state_bytes: what was received of tensors of parameters, buffers and what optimizers keep, but for single numbers.
     """
 
-    def __init__(self, wire: Wire, holdings: Holdings) -> None:
+    def __init__(self, wire: HostWire, holdings: Holdings) -> None:
         self._wire, self._holdings = wire, holdings
         self.state_bytes = 0
         self._shapes = [dict(own) for own in holdings.every]
@@ -87,10 +87,10 @@ class HeldReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Asks all at once for what this rank lacks, and fills in what comes."""
-        wanted: dict[int, _Wanted] = {}
+        wanted: dict[int, _WantedPieces] = {}
         for item in plan.items:
             self._want(item, wanted)
-        own = wanted.pop(self._wire.rank, _Wanted())
+        own = wanted.pop(self._wire.rank, _WantedPieces())
         came = self._exchange(wanted)
         pieces = [flat([part_of(self._holdings.held, asked)]) for asked in own.asked]
         for item, piece in zip(own.items, pieces, strict=True):
@@ -108,7 +108,7 @@ class HeldReader(StorageReader):
         """Takes part with nothing to ask for."""
         self._exchange({})
 
-    def _exchange(self, wanted: dict[int, _Wanted]) -> dict[int, Tensor]:
+    def _exchange(self, wanted: dict[int, _WantedPieces]) -> dict[int, Tensor]:
         every = self._wire.gather({source: one.asked for source, one in wanted.items()})
         outgoing = {
             to: flat([part_of(self._holdings.held, asked) for asked in asks[self._wire.rank]])
@@ -120,7 +120,7 @@ class HeldReader(StorageReader):
         )  # fmt: skip
         return self._wire.exchange(outgoing, {source: sum(one.lengths) for source, one in wanted.items()})
 
-    def _want(self, item: ReadItem, wanted: dict[int, _Wanted]) -> None:
+    def _want(self, item: ReadItem, wanted: dict[int, _WantedPieces]) -> None:
         name = item.storage_index.fqn
         kind = self._holdings.whole[name]
         if item.type == LoadItemType.BYTE_IO:
@@ -133,7 +133,7 @@ class HeldReader(StorageReader):
             asked = (key, tuple(item.storage_offsets), tuple(item.lengths))
         source = self._source(key)
         shape = self._shapes[source][key] if asked[2] is None else asked[2]
-        one = wanted.setdefault(source, _Wanted())
+        one = wanted.setdefault(source, _WantedPieces())
         one.asked.append(asked)
         one.items.append(item)
         one.lengths.append(size_of(shape, kind))
@@ -156,7 +156,7 @@ class HeldReader(StorageReader):
         planner.commit_tensor(item, target)
 
 
-def part_of(held: Held, asked: Asked) -> Tensor:
+def part_of(held: HeldState, asked: Asked) -> Tensor:
     """What is asked for of a piece that is held."""
     key, offsets, lengths = asked
     piece = held.pieces[key]

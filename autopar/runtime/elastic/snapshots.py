@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import torch
 
-from autopar.runtime.elastic.held import Held, Sizes, Whole
+from autopar.runtime.elastic.held import HeldState, Sizes, Whole
 from autopar.runtime.errors import ProgramError
 
 Label = tuple[int, int]
 """Sequence number and step."""
 
 
-class Kept(NamedTuple):
+class KeptNote(NamedTuple):
     """What is noted with a state. at: seconds since 1970. size: processes that ran then. start_s: what starting them
     took, to their first step, without what it took to agree and to load."""
 
@@ -32,13 +32,13 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class StepSnapshot:
     """What one rank held. whole: of all that any rank held then."""
 
     label: Label
-    held: Held
+    held: HeldState
     whole: dict[str, Whole]
-    kept: Kept
+    kept: KeptNote
 
     @property
     def summary(self) -> tuple[Label, list[Sizes], dict[str, Whole], tuple[float, ...]]:
@@ -55,7 +55,7 @@ class Snapshots:
         if folder.stat().st_uid != os.getuid():
             raise ProgramError(f"expected a folder of this user for what is kept, found {folder} of another; name one")
 
-    def write(self, rank: int, snapshot: Snapshot) -> None:
+    def write(self, rank: int, snapshot: StepSnapshot) -> None:
         """Keeps it, and lets go of those of this rank before the last two."""
         sequence, step = snapshot.label
         path = self.folder / f"kept_{sequence:06d}_{step:010d}_{rank:06d}.pt"
@@ -73,7 +73,7 @@ class Snapshots:
             if _label(path) < label:
                 path.unlink(missing_ok=True)
 
-    def read(self, number: int, count: int) -> Iterator[Snapshot]:
+    def read(self, number: int, count: int) -> Iterator[StepSnapshot]:
         """The share of process `number` of the `count` of this host in all that is kept on it."""
         for path in self._files()[number::count]:
             try:
@@ -81,7 +81,7 @@ class Snapshots:
             except (OSError, RuntimeError, EOFError):
                 continue  # removed by now, or damaged: then it is not there
             label = (int(data["label"][0]), int(data["label"][1]))
-            yield Snapshot(label, Held(data["pieces"], data["whole"]), data["whole"], Kept(*data["kept"]))
+            yield StepSnapshot(label, HeldState(data["pieces"], data["whole"]), data["whole"], KeptNote(*data["kept"]))
 
     def remove(self) -> None:
         """At the end of training: the memory is the host's again."""

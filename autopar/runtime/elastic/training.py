@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch 
 from autopar.runtime import comm
 from autopar.runtime.checkpoint import load_checkpoint, load_state, note_seen, whole_state
 from autopar.runtime.elastic.agreeing import agree
-from autopar.runtime.elastic.held import Held, Sizes, Whole, held_of
+from autopar.runtime.elastic.held import HeldState, Sizes, Whole, held_of
 from autopar.runtime.elastic.joining import (
     default_folder,
     program_of,
@@ -26,10 +26,10 @@ from autopar.runtime.elastic.joining import (
     start_program_group,
     store_of_round,
 )
-from autopar.runtime.elastic.mirrors import Sent, mirrored, send_mirrored
+from autopar.runtime.elastic.mirrors import Mirrored, mirrored, send_mirrored
 from autopar.runtime.elastic.reader import HeldReader
-from autopar.runtime.elastic.snapshots import Kept, Label, Snapshot, Snapshots
-from autopar.runtime.elastic.wire import Wire
+from autopar.runtime.elastic.snapshots import KeptNote, Label, StepSnapshot, Snapshots
+from autopar.runtime.elastic.wire import HostWire
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -50,7 +50,7 @@ class Resumed:
     source: str
     moved_bytes: int
     seconds: float
-    kept: Kept | None
+    kept: KeptNote | None
 
 
 class Elastic:
@@ -73,13 +73,13 @@ class Elastic:
         self._store = store_of_round(self.number, self.size, timeout_s)
         self._node = os.environ.get("GROUP_RANK", "0")
         between = PrefixStore("wire", self._store) if self._store is not None else None
-        self._wire = Wire(between, self.number, self.size, timeout_s)
+        self._wire = HostWire(between, self.number, self.size, timeout_s)
         if not self.is_spare and self.rung.ranks > 1:
             assert self._store is not None, "there are several processes"
             start_program_group(self._store, self.number, self.rung.ranks, timeout_s)
         self._sequence, self._last, self._start_s = 0, (0, 0), 0.0
         self._sizes: list[Sizes] = []
-        self._sent: Sent = {}
+        self._sent: Mirrored = {}
         self._shapes: list[dict[Any, tuple[int, ...]]] = []
         self._whole: dict[str, Whole] = {}
         self.kept_s, self.mirrored_bytes = 0.0, 0
@@ -137,7 +137,7 @@ class Elastic:
             figures["predicted_pause_s"] = self._predicted_s(resumed, resumed.kept)
         return figures
 
-    def _predicted_s(self, resumed: Resumed, kept: Kept) -> float:
+    def _predicted_s(self, resumed: Resumed, kept: KeptNote) -> float:
         """Lost ranks are missed, the others meet, processes start as long as they did before, and state moves."""
         steps, is_lost = self.steps, self.size < kept.size
         found = kept.start_s + resumed.moved_bytes / self.rung.ranks / steps.wire_bytes_s
@@ -155,13 +155,13 @@ class Elastic:
             came = send_mirrored(held, self._sent, self._shapes, self._whole, self._wire)
             held.pieces.update(came.pieces)
         label = (self._sequence, step)
-        kept = Kept(time.time(), self.size, self._start_s)
-        self._snapshots.write(self.number, Snapshot(label, held, self._whole, kept))
+        kept = KeptNote(time.time(), self.size, self._start_s)
+        self._snapshots.write(self.number, StepSnapshot(label, held, self._whole, kept))
         self._snapshots.drop_before(self._last)  # all have written that, as they have met since
         self._last = label
         self.kept_s = time.perf_counter() - began
 
-    def _note_sizes(self, held: Held, rank: Rank) -> None:
+    def _note_sizes(self, held: HeldState, rank: Rank) -> None:
         """Who sends what, found anew when ranks hold other pieces than before; on all, as each is to know."""
         sizes = held.sizes
         changed = torch.tensor([int(sizes != self._sizes)], dtype=torch.int32, device=rank.device)

@@ -21,7 +21,7 @@ from autopar.runtime.errors import CollectiveError
 _TAG = 7
 
 
-class Wire:
+class HostWire:
     """rank, size: of this process among all, which share the store; None for one alone."""
 
     def __init__(self, store: Store | None, rank: int, size: int, timeout_s: float) -> None:
@@ -63,8 +63,8 @@ class Wire:
             text = " ".join(str(error).split())[:300]
             raise CollectiveError(
                 f"process {self.rank} of {self.size}: what processes tell each other did not come to its end. Most "
-                f"likely one of them ended, or did not answer within {self._timeout_s:g} s; torchrun starts them anew. torch "
-                f"says: {text}"
+                f"likely one of them ended, or did not answer within {self._timeout_s:g} s; torchrun starts them "
+                f"anew. torch says: {text}"
             ) from error
 
 
