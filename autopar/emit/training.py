@@ -267,6 +267,7 @@ def main(options: argparse.Namespace) -> None:
     log = options.log_file.open("a") if options.log_file and is_first else None
     if resumed is not None and start and is_first:
         tell(elastic.told(resumed), log)
+    own_time = rt.OwnTime(rank) if options.log_file else None
     began, done = time.perf_counter(), start
     for step, batch in zip(range(start, options.steps), data, strict=False):
         optimizer.zero_grad()
@@ -278,6 +279,8 @@ def main(options: argparse.Namespace) -> None:
         figures = {{"step": step, "loss": loss.item(), "norm": norm.item(), "lr": rate}}
         figures["step_s"] = time.perf_counter() - began
         figures["predicted_s"] = predicted_s
+        if own_time is not None and (own_s := own_time.by_rank()) is not None:
+            figures["own_s"] = own_s  # of each rank, without what it waited for others
         figures["samples_per_s"] = program.Program.INPUTS[0].shape[0] / figures["step_s"]
         figures["mfu"] = STEP_FLOPS / figures["step_s"] / PEAK_FLOPS
         if held_out is not None and (step + 1) % options.eval_every == 0:
@@ -295,6 +298,8 @@ def main(options: argparse.Namespace) -> None:
         if due.stop:
             break
         began = time.perf_counter()
+        if own_time is not None:
+            own_time.restart()
     if elastic is not None and done >= options.steps:
         elastic.end()
     if options.export and (elastic is None or done >= options.steps):

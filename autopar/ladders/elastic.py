@@ -32,14 +32,18 @@ VERSION = 1
 @dataclass(frozen=True)
 class Rendezvous:
     """How torchrun learns of lost nodes: each says that it lives every keep_alive_s, and is given up after as many
-    times without; those that are left wait last_call_s for further ones."""
+    times without; those that are left wait last_call_s for further ones. ended_s: until processes that have lost a
+    rank, or are to start anew, have ended and torchrun has seen it, which then looks every polled_s who is there."""
 
     keep_alive_s: int = 5
     keep_alive_attempts: int = 3
     last_call_s: int = 5
+    ended_s: float = 3.0
+    polled_s: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        for name in ("keep_alive_s", "keep_alive_attempts", "last_call_s"):  # as torchrun takes them
+            value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise PlanError(f"expected {name} as a whole number from 1 up, found {value!r}")
 
@@ -73,7 +77,8 @@ def save_elastic(
     data = {
         "autopar_elastic": VERSION, "model": ladder.model, "global_batch": rungs[0].global_batch, "rungs": rows,
         "devices_per_node": rungs[0].mesh.groups[0].devices_per_node, "rendezvous": asdict(meeting),
-        "noticed_s": meeting.noticed_s, "met_s": float(meeting.last_call_s), "wire_bytes_s": _wire_bytes_s(rungs[0]),
+        "noticed_s": meeting.noticed_s, "met_s": float(meeting.last_call_s), "ended_s": meeting.ended_s,
+        "polled_s": meeting.polled_s, "wire_bytes_s": _wire_bytes_s(rungs[0]),
     }  # fmt: skip
     write_whole(folder / "elastic.json", json.dumps(data, indent=1) + "\n")
     return folder

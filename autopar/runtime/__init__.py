@@ -42,6 +42,7 @@ from autopar.runtime.lowering.windows import *
 from autopar.runtime.lowering.writes import *
 from autopar.runtime.mesh import Axis, RankMesh, make_rank_mesh
 from autopar.runtime.optimizers import declare_optimizer
+from autopar.runtime.own_time import OwnTime
 from autopar.runtime.placement import local_offset, local_size
 from autopar.runtime.randomness import draw, reference_dropout, seed_dropout, set_exact_dropout
 from autopar.runtime.rank import Rank
@@ -63,6 +64,7 @@ __all__ = [
     "Input",
     "LinkRates",
     "Numbered",
+    "OwnTime",
     "Parameter",
     "Parameters",
     "Piece",

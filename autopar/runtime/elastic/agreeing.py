@@ -10,7 +10,7 @@ from typing import Any
 from autopar.runtime.checkpoint import last_checkpoint
 from autopar.runtime.elastic.held import HeldState, lacking
 from autopar.runtime.elastic.reader import Holdings
-from autopar.runtime.elastic.snapshots import KeptNote, Label, StepSnapshot, Snapshots
+from autopar.runtime.elastic.snapshots import KeptNote, Label, Snapshots, StepSnapshot
 from autopar.runtime.elastic.wire import HostWire
 
 

@@ -36,12 +36,15 @@ class ElasticRung:
 
 @dataclass(frozen=True, slots=True)
 class ElasticSteps:
-    """What `elastic.json` says: rungs, of many ranks first, and how long it takes until lost ranks are missed
-    (noticed_s) and the others have met (met_s), as torchrun is told (`autopar launch --elastic`)."""
+    """What `elastic.json` says: rungs, of many ranks first, and what a pause is made of: until processes have ended
+    (ended_s), lost nodes are missed (noticed_s) and the others have met (met_s, and polled_s until each knows of it), as
+    torchrun is told (`autopar launch --elastic`); bytes a second that a rank receives."""
 
     rungs: tuple[ElasticRung, ...]
     noticed_s: float
     met_s: float
+    ended_s: float
+    polled_s: float
     wire_bytes_s: float
 
 
@@ -54,7 +57,8 @@ def read_steps(folder: Path) -> ElasticSteps:
             ElasticRung(int(row["ranks"]), str(row["mesh"]), folder / str(row["program"]), float(row["predicted_s"]))
             for row in data["rungs"]
         ]
-        rest = (float(data[name]) for name in ("noticed_s", "met_s", "wire_bytes_s"))
+        rest = (float(data[name]) for name in
+                ("noticed_s", "met_s", "ended_s", "polled_s", "wire_bytes_s"))  # fmt: skip
         found = ElasticSteps(tuple(sorted(rungs, key=lambda rung: -rung.ranks)), *rest)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ProgramError(

@@ -43,7 +43,8 @@ def _others(rank: int, nodes: Sequence[str], known: Collection[str]) -> list[int
 
 
 def send_mirrored(
-    held: HeldState, sent: Mirrored, every: Sequence[Mapping[Key, tuple[int, ...]]], whole: Mapping[str, Whole], wire: HostWire
+    held: HeldState, sent: Mirrored, every: Sequence[Mapping[Key, tuple[int, ...]]], whole: Mapping[str, Whole],
+    wire: HostWire,
 ) -> HeldState:  # fmt: skip
     """Sends what this rank is to send, and returns what it receives. every: the shapes of what each rank holds."""
     outgoing = {to: flat([held.pieces[key] for key in keys]) for (own, to), keys in sent.items() if own == wire.rank}

@@ -28,7 +28,7 @@ from autopar.runtime.elastic.joining import (
 )
 from autopar.runtime.elastic.mirrors import Mirrored, mirrored, send_mirrored
 from autopar.runtime.elastic.reader import HeldReader
-from autopar.runtime.elastic.snapshots import KeptNote, Label, StepSnapshot, Snapshots
+from autopar.runtime.elastic.snapshots import KeptNote, Label, Snapshots, StepSnapshot
 from autopar.runtime.elastic.wire import HostWire
 
 if TYPE_CHECKING:
@@ -138,10 +138,13 @@ class Elastic:
         return figures
 
     def _predicted_s(self, resumed: Resumed, kept: KeptNote) -> float:
-        """Lost ranks are missed, the others meet, processes start as long as they did before, and state moves."""
-        steps, is_lost = self.steps, self.size < kept.size
-        found = kept.start_s + resumed.moved_bytes / self.rung.ranks / steps.wire_bytes_s
-        return found + (steps.noticed_s + steps.met_s if is_lost else 0.0)
+        """Processes end, meanwhile lost nodes are missed; the others meet, start as long as they did before, and state
+        moves."""
+        steps = self.steps
+        found = kept.start_s + steps.polled_s + resumed.moved_bytes / self.rung.ranks / steps.wire_bytes_s
+        if self.size >= kept.size:
+            return found + steps.ended_s
+        return found + max(steps.ended_s, steps.noticed_s) + steps.met_s
 
     def keep(self, rank: Rank, optimizer: Optimizer, step: int, extra: Extra = None) -> None:
         """After a step: keeps the state of this rank in the host's memory, and on other nodes what is on one alone.
