@@ -86,8 +86,8 @@ def main() -> None:
     assert state is not None
     head = [
         f"State of {state.num_bytes / 1e6:.1f} MB; four ranks send {max(mirrored_bytes(state, 1)) / 1e6:.1f} MB each a "
-        f"step to mirror it. Largest difference of a loss from one device's, in {rounds} × {STEPS} steps: {largest:.1e}.",
-        "", "| round | ranks | steps done | goes on after step | from | moved MB | load s | pause s | predicted | ratio |",
+        f"step to mirror it. Largest difference of a loss from one device's, {rounds} × {STEPS} steps: {largest:.1e}.",
+        "", "| round | ranks | steps done | goes on after | from | moved MB | load s | pause s | predicted s | ratio |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     found = {"rounds": record, "largest_difference": largest}

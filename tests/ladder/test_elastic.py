@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ import pytest
 import torch
 
 import autopar
+from autopar.cli import main
 from autopar.errors import PlanError
 from autopar.ladders import Ladder, Rung
 from autopar.ladders.elastic import Rendezvous, save_elastic
 from autopar.ladders.layouts import layout_of
 from autopar.pipeline import traced
-from autopar.runtime.elastic.joining import read_steps, rung_for
+from autopar.runtime.elastic.joining import read_steps, rung_for, store_of_round
 from autopar.runtime.errors import ProgramError, WorldError
 from models import mlp
 from tests.ladder.nodes import Nodes
@@ -114,3 +116,42 @@ def test_what_is_no_folder_to_train_in(tmp_path: Path) -> None:
         save_elastic(Ladder("mlp", (*one.rungs, unequal)), tmp_path, model, inputs)
     with pytest.raises(PlanError, match="whole number from 1 up"):
         Rendezvous(keep_alive_s=0)
+
+
+def test_the_commands_write_and_start_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun gets the nodes of the smallest and the largest rung, and is told as the pauses were predicted."""
+    folder = tmp_path / "ladder"
+    ladder_options = ["ladder", "models.mlp", "--mesh", "cpu:2x1", "--mesh", "cpu:1x1", "--batch", "8"]
+    assert main([*ladder_options, "--elastic"]) == 2
+    assert "expected -o beside" in capsys.readouterr().err
+    assert main([*ladder_options, "--elastic", "-o", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "resharding, batch 8" in printed and "autopar launch" in printed.splitlines()[-1]
+    transitions = json.loads((folder / "ladder.json").read_text())["transitions"]
+    assert [(one["from"], one["to"]) for one in transitions] == [("cpu:1x1", "cpu:2x1"), ("cpu:2x1", "cpu:1x1")]
+    asked: list[tuple[list[str], dict[str, str]]] = []
+
+    def started(command: list[str], env: dict[str, str], check: bool) -> subprocess.CompletedProcess[bytes]:
+        asked.append((command, env))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", started)
+    assert main(["launch", str(folder), "--elastic", "--rendezvous", "here:1234", "--arguments=--steps 7"]) == 0
+    ((command, variables),) = asked
+    assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1" and command[-2:] == ["--steps", "7"]
+    assert "--nnodes=1:2" in command and "--rdzv-endpoint=here:1234" in command
+    assert "--rdzv-conf=keep_alive_interval=5,keep_alive_max_attempt=3,last_call_timeout=5" in command
+    assert main(["launch", str(folder), "--elastic"]) == 2
+    (folder / "elastic.json").unlink()
+    assert main(["launch", str(folder), "--elastic", "--rendezvous", "here:1234"]) == 2
+    assert "autopar ladder --elastic" in capsys.readouterr().err
+
+
+def test_a_store_for_all_starts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes that come later would not find it."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    with pytest.raises(ProgramError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        store_of_round(0, 2, 1.0)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import autopar
+from autopar.cli import main
 from autopar.errors import PlanError
 from autopar.ir.plan import Plan
 from autopar.ladders.stores import StateStore
@@ -120,3 +121,19 @@ def test_a_log_is_read_since_its_last_start(tmp_path: Path) -> None:
     log.write_text(json.dumps({"step": 0, "loss": 1.0, "step_s": 9.0}))
     with pytest.raises(PlanError, match="own_s"):
         read_own_times(log)
+
+
+def test_the_command_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = mlp.Config()
+    model, inputs = mlp.build(config), mlp.example_inputs(config)
+    plan_file, log = tmp_path / "plan.json", tmp_path / "log"
+    autopar.template_plan(model, autopar.Mesh("h100", nodes=3), inputs, dp=3).save(plan_file)
+    line = {"step": 0, "loss": 1.0, "step_s": 0.5}
+    command = ["rebalance", str(plan_file), "models.mlp", str(log), "--steps-left", "10", "-o", str(tmp_path / "out")]
+    log.write_text("\n".join([json.dumps({**line, "own_s": [0.4, 0.4, 0.4]})] * 5))
+    assert main(command) == 0
+    assert capsys.readouterr().out == "stay with the plan: no node is slower than the others\n"
+    log.write_text("\n".join([json.dumps({**line, "own_s": [0.4, 0.4, 1.2]})] * 5))
+    assert main(command) == 0
+    assert "stay with the plan: node 2 takes 3 times as long" in capsys.readouterr().out
+    assert str(Plan.load(tmp_path / "out" / "plan.json").mesh).startswith("h100:2x1+")

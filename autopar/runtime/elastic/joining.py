@@ -37,7 +37,7 @@ class ElasticRung:
 @dataclass(frozen=True, slots=True)
 class ElasticSteps:
     """What `elastic.json` says: rungs, of many ranks first, and what a pause is made of: until processes have ended
-    (ended_s), lost nodes are missed (noticed_s) and the others have met (met_s, and polled_s until each knows of it), as
+    (ended_s), lost nodes are missed (noticed_s) and others have met (met_s, and polled_s until each knows it), as
     torchrun is told (`autopar launch --elastic`); bytes a second that a rank receives."""
 
     rungs: tuple[ElasticRung, ...]
