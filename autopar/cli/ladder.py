@@ -10,7 +10,7 @@ from autopar.cli.commands import load_model
 from autopar.cost.memory import OPTIMIZERS
 from autopar.errors import PlanError
 from autopar.ladders import StateStore, exported, ladder
-from autopar.ladders.elastic import save_elastic
+from autopar.ladders.elastic import mirror_price, save_elastic
 from autopar.ladders.exports import EXPORTERS
 
 
@@ -61,6 +61,8 @@ def run(options: argparse.Namespace) -> int:
     print(found)
     if options.elastic:
         save_elastic(found, options.output, model, inputs)
+        for rung in found.fitting:
+            print(f"  {rung.mesh}: {mirror_price(rung)}")
         print(f"on each node: autopar launch {options.output} --elastic --rendezvous HOST:PORT")
     return 0
 

@@ -216,6 +216,12 @@ def tell(figures: dict, log) -> None:
         print(json.dumps(figures), file=log, flush=True)
 
 
+def kept(elastic: rt.Elastic) -> str:
+    """The price of what is kept of a step."""
+    line = f"keeps {{elastic.kept_bytes:,}} bytes of each of two steps, in {{elastic.kept_s * 1000:.0f}} ms a step"
+    return f"{{line}}; {{elastic.mirrored_bytes:,}} bytes of them are sent to other nodes"
+
+
 def told(figures: dict) -> str:
     """A step's figures on one line."""
     line = f"step {{figures['step']}} loss {{figures['loss']:.4f}}"
@@ -292,6 +298,8 @@ def main(options: argparse.Namespace) -> None:
         done = step + 1
         if elastic is not None:
             elastic.keep(rank, optimizer, done, extra)
+            if done == start + 2 and is_first:  # the first makes arrangements
+                print(kept(elastic), flush=True)
         due = watch.after(step + 1, options.steps)
         if due.save:
             rt.save_checkpoint(options.checkpoints, rank, optimizer, step=step + 1, extra=extra)

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,10 @@ from autopar.errors import PlanError
 from autopar.ir.structure import batch_inputs
 from autopar.ir.writing import write_whole
 from autopar.ladders.rungs import Ladder, Rung
+from autopar.ladders.transitions import mirrored_bytes
 from autopar.pipeline import parallelize, traced
 from autopar.profiler import profiles_of
+from autopar.show.text import bytes_text
 
 VERSION = 1
 
@@ -53,6 +55,29 @@ class Rendezvous:
         return self.keep_alive_s * (self.keep_alive_attempts - 0.5)
 
 
+class MirrorPrice(NamedTuple):
+    """What a rank keeps of its own of each of the last two steps, at most, in its host's memory; what it sends to other
+    nodes after each step, at most, with the seconds that this takes over the links, and as much comes from others."""
+
+    kept_bytes: int
+    sent_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        text = f"each rank keeps {bytes_text(self.kept_bytes)} of each of two steps in its host's memory"
+        if not self.sent_bytes:
+            return f"{text}; several nodes have all of it"
+        return f"{text}, and sends {bytes_text(self.sent_bytes)} to other nodes a step, {self.seconds:.3g} s"
+
+
+def mirror_price(rung: Rung, mirrors: int = 1) -> MirrorPrice:
+    """Raises PlanError for a rung without a plan."""
+    if rung.layout is None:
+        raise PlanError(f"expected a plan on {rung.mesh}, found none: {rung.refusal}")
+    sent = max(mirrored_bytes(rung.layout, rung.mesh.groups[0].devices_per_node, mirrors))
+    return MirrorPrice(max(rung.layout.bytes_by_rank()), sent, sent / _wire_bytes_s(rung))
+
+
 def save_elastic(
     ladder: Ladder, folder: str | Path, model: nn.Module, example_inputs: Any, *,
     loss_fn: Callable[..., Any] | None = None, rendezvous: Rendezvous | None = None,
@@ -70,9 +95,11 @@ def save_elastic(
             program.save(folder)
         write_whole(folder / "rungs" / rung.name / "program.py", program.source)
         rung.plan.save(folder / "rungs" / rung.name / "plan.json")
+        price = mirror_price(rung)
         rows.append(
             {"ranks": rung.devices, "mesh": str(rung.mesh), "program": f"rungs/{rung.name}/program.py",
-             "predicted_s": rung.step_ns / 1e9}
+             "predicted_s": rung.step_ns / 1e9, "kept_bytes": price.kept_bytes,
+             "mirrored_bytes": price.sent_bytes, "mirror_s": price.seconds}
         )  # fmt: skip
     data = {
         "autopar_elastic": VERSION, "model": ladder.model, "global_batch": rungs[0].global_batch, "rungs": rows,

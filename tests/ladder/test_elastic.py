@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,12 @@ import autopar
 from autopar.cli import main
 from autopar.errors import PlanError
 from autopar.ladders import Ladder, Rung
-from autopar.ladders.elastic import Rendezvous, save_elastic
+from autopar.ladders.elastic import Rendezvous, mirror_price, save_elastic
 from autopar.ladders.layouts import layout_of
 from autopar.pipeline import traced
+from autopar.runtime.elastic.held import HeldState
 from autopar.runtime.elastic.joining import read_steps, rung_for, store_of_round
+from autopar.runtime.elastic.snapshots import KeptNote, Snapshots, StepSnapshot
 from autopar.runtime.errors import ProgramError, WorldError
 from models import mlp
 from tests.ladder.nodes import Nodes
@@ -128,6 +131,7 @@ def test_the_commands_write_and_start_it(
     assert "expected -o beside" in capsys.readouterr().err
     assert main([*ladder_options, "--elastic", "-o", str(folder)]) == 0
     printed = capsys.readouterr().out
+    assert "cpu:2x1: each rank keeps" in printed
     assert "resharding, batch 8" in printed and "autopar launch" in printed.splitlines()[-1]
     transitions = json.loads((folder / "ladder.json").read_text())["transitions"]
     assert [(one["from"], one["to"]) for one in transitions] == [("cpu:1x1", "cpu:2x1"), ("cpu:2x1", "cpu:1x1")]
@@ -147,6 +151,31 @@ def test_the_commands_write_and_start_it(
     (folder / "elastic.json").unlink()
     assert main(["launch", str(folder), "--elastic", "--rendezvous", "here:1234"]) == 2
     assert "autopar ladder --elastic" in capsys.readouterr().err
+
+
+def test_what_mirrors_take_is_told() -> None:
+    """Of four ranks with a quarter each, that is what goes to the next; of two that have all, nothing does."""
+    ladder, *_ = ladder_of({4: 3, 2: 0})
+    quarter, whole = map(mirror_price, ladder.rungs)
+    state = ladder.rungs[1].layout
+    assert state is not None and whole == (state.num_bytes, 0, 0.0) and "several nodes have all" in str(whole)
+    assert quarter.sent_bytes == quarter.kept_bytes == state.num_bytes / 4 and quarter.seconds > 0
+    assert mirror_price(ladder.rungs[1], mirrors=2).sent_bytes == 0  # there is no third node
+
+
+def test_a_rank_without_room_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kept_000001_0000000002_000003.part").touch()
+    snapshots = Snapshots(tmp_path)
+    assert not list(tmp_path.iterdir())
+    held = HeldState({("model.weight", (0,)): torch.zeros(10)}, {"model.weight": ((10,), "float32")})
+    for step in (1, 2):
+        snapshots.write(0, StepSnapshot((1, step), held, held.whole, KeptNote(0.0, 1, 0.0)))
+    snapshots.drop_before((1, 2))
+    (found,) = snapshots.read(0, 1)
+    assert found.label == (1, 2) and torch.equal(found.held.pieces["model.weight", (0,)], torch.zeros(10))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 61, 39))  # type: ignore[attr-defined]
+    with pytest.raises(ProgramError, match=r"40 bytes that a rank keeps.*found 39"):
+        snapshots.write(0, StepSnapshot((1, 3), held, held.whole, KeptNote(0.0, 1, 0.0)))
 
 
 def test_a_store_for_all_starts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

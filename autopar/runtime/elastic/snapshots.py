@@ -54,12 +54,19 @@ class Snapshots:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if folder.stat().st_uid != os.getuid():
             raise ProgramError(f"expected a folder of this user for what is kept, found {folder} of another; name one")
+        for part in folder.glob("kept_*.part"):  # of ranks that were killed; none is written before all have met
+            part.unlink(missing_ok=True)
 
     def write(self, rank: int, snapshot: StepSnapshot) -> None:
-        """Keeps it, and lets go of those of this rank before the last two."""
+        """Keeps it. Raises ProgramError where there is no room."""
         sequence, step = snapshot.label
         path = self.folder / f"kept_{sequence:06d}_{step:010d}_{rank:06d}.pt"
-        part = path.with_suffix(".part")
+        part, free = path.with_suffix(".part"), shutil.disk_usage(self.folder).free
+        if free < snapshot.held.num_bytes:
+            raise ProgramError(
+                f"expected room for {snapshot.held.num_bytes:,} bytes that a rank keeps of a step in {self.folder}, "
+                f"found {free:,}; make it larger (of a container: --shm-size), or name another by --snapshots"
+            )
         data = {
             "label": snapshot.label, "pieces": snapshot.held.pieces, "whole": snapshot.whole,
             "kept": tuple(snapshot.kept),

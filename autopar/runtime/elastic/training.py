@@ -58,7 +58,8 @@ class Elastic:
     mirrors: to how many other nodes goes what one node alone has. snapshots: the folder of what is kept, in the host's
     memory by default; each host has its own.
 
-    Raises WorldError where too few processes run.
+    kept_s, kept_bytes, mirrored_bytes: of the last that was kept: seconds, all that this rank has of it, and what it
+    sent to other nodes. Raises WorldError where too few processes run.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Elastic:
         self._sent: Mirrored = {}
         self._shapes: list[dict[Any, tuple[int, ...]]] = []
         self._whole: dict[str, Whole] = {}
-        self.kept_s, self.mirrored_bytes = 0.0, 0
+        self.kept_s, self.kept_bytes, self.mirrored_bytes = 0.0, 0, 0
 
     _last: Label
 
@@ -162,7 +163,7 @@ class Elastic:
         self._snapshots.write(self.number, StepSnapshot(label, held, self._whole, kept))
         self._snapshots.drop_before(self._last)  # all have written that, as they have met since
         self._last = label
-        self.kept_s = time.perf_counter() - began
+        self.kept_s, self.kept_bytes = time.perf_counter() - began, held.num_bytes
 
     def _note_sizes(self, held: HeldState, rank: Rank) -> None:
         """Who sends what, found anew when ranks hold other pieces than before; on all, as each is to know."""
