@@ -29,6 +29,7 @@ from tests.runtime.test_lost_ranks import single_device
 FILE = Path(__file__).with_name("results")
 WIDTHS = (64, 1024, 1024, 16)
 STEPS = 200
+STEADY = 4  # steps from one change to the next: one is kept before the next ends
 ZERO = {4: 3, 3: 0, 2: 0}
 
 
@@ -50,22 +51,17 @@ def one_round(folder: Path, work: Path) -> list[dict[str, Any]]:
     nodes = Nodes(folder, work, STEPS, 2, 4, step_s=0.5)
     try:
         nodes.start(0, 1, 2, 3)
-        nodes.wait(lambda log: len(log) > 1)
-        for number, killed in enumerate(((1, 3), (2,))):
+        nodes.trains_on(4, STEADY)
+        for killed, left in (((1, 3), 2), ((2,), 3)):
             nodes.kill(*killed)
-            nodes.wait(lambda log, n=number: resumed(log, 2 * n + 1))  # type: ignore[misc] # bound now
+            nodes.trains_on(left, STEADY)
             nodes.start(*killed)
-            nodes.wait(lambda log, n=number: resumed(log, 2 * n + 2))  # type: ignore[misc]
+            nodes.trains_on(4, STEADY)
         nodes.hurry()
         assert nodes.join() == [0] * 4
         return nodes.logged()
     finally:
         nodes.stop()
-
-
-def resumed(log: list[dict[str, Any]], times: int) -> bool:
-    """Whether training has gone on so often, and a step was done since."""
-    return sum("ranks" in line for line in log) >= times and "loss" in log[-1]
 
 
 def main() -> None:
@@ -75,7 +71,7 @@ def main() -> None:
     ladder, model, inputs = ladder_of()
     lines, largest, record = list[str](), 0.0, []
     with tempfile.TemporaryDirectory() as place:
-        folder = save_elastic(ladder, Path(place) / "ladder", model, inputs, rendezvous=Rendezvous(1, 3, 2))
+        folder = save_elastic(ladder, Path(place) / "ladder", model, inputs, rendezvous=Rendezvous(2, 4, 6))
         expected = single_device(folder, model, STEPS)
         for number in range(rounds):
             log = one_round(folder, Path(place) / f"round_{number}")

@@ -100,6 +100,16 @@ class Nodes:
             assert any(alive) and time.monotonic() < end, self.text()
             time.sleep(0.05)
 
+    def trains_on(self, ranks: int, steps: int = 2) -> None:
+        """Waits until so many ranks have done so many steps since they were started."""
+
+        def does(log: list[dict[str, Any]]) -> bool:
+            start = max((place for place, line in enumerate(log) if "ranks" in line), default=-1)
+            done = [line for line in log[start + 1 :] if len(line.get("own_s", ())) == ranks]
+            return len(done) >= steps
+
+        self.wait(does)
+
     def hurry(self) -> None:
         """From now on, steps take no while."""
         (self.work / "fast").touch()

@@ -56,17 +56,17 @@ def test_training_goes_on_when_nodes_are_killed_and_come_back(tmp_path: Path) ->
     """Of four nodes, of which each alone has a quarter of the state, two are killed, come back, and then one is. Every
     loss is that of one device, and each start goes on after the last step that was done."""
     ladder, model, inputs = ladder_of({4: 3, 3: 0, 2: 0})
-    folder = save_elastic(ladder, tmp_path / "ladder", model, inputs, rendezvous=Rendezvous(1, 3, 2))
+    folder = save_elastic(ladder, tmp_path / "ladder", model, inputs, rendezvous=Rendezvous(2, 4, 6))
     nodes = Nodes(folder, tmp_path / "work", STEPS, 2, 4, step_s=0.5)
     try:
         nodes.start(0, 1, 2, 3)
-        nodes.wait(lambda log: len(log) > 1)
+        nodes.trains_on(4)
         nodes.kill(1, 3)
-        nodes.wait(lambda log: starts(log) == [2])
+        nodes.trains_on(2)
         nodes.start(1, 3)
-        nodes.wait(lambda log: starts(log) == [2, 4] and "loss" in log[-1])
+        nodes.trains_on(4)
         nodes.kill(2)
-        nodes.wait(lambda log: starts(log) == [2, 4, 3])
+        nodes.trains_on(3, steps=1)
         nodes.hurry()
         assert nodes.join() == [0, 0, 0]
         log = nodes.logged()
@@ -88,12 +88,9 @@ def test_training_goes_on_when_nodes_are_killed_and_come_back(tmp_path: Path) ->
     expected = single_device(folder, model, STEPS)
     for line in (line for line in log if "loss" in line):
         assert line["loss"] == pytest.approx(expected[line["step"]], abs=1e-4)
-    grown = next(line for line in log if line.get("ranks") == 4)
-    assert grown["moved_bytes"] == predicted_bytes(ladder, 2, 4) > 0
-
-
-def starts(log: list[dict[str, Any]]) -> list[int]:
-    return [line["ranks"] for line in log if "ranks" in line]
+    went_on = [line for line in log if "ranks" in line]
+    assert [line["ranks"] for line in went_on][-3:] == [2, 4, 3]
+    assert went_on[-2]["moved_bytes"] == predicted_bytes(ladder, 2, 4) > 0
 
 
 def test_the_largest_rung_that_there_are_processes_for_is_taken(tmp_path: Path) -> None:
