@@ -70,7 +70,7 @@ def _transitions(ladder: Ladder) -> Iterator[dict[str, Any]]:
             yield {
                 "from": str(old.mesh), "to": str(new.mesh), "global_batch": batch,
                 "wire_bytes": found.moves.total_bytes,
-                "most_received_bytes": max(map(found.moves.received, range(new.devices)), default=0),
+                "most_received_bytes": max(found.moves.received),
                 "lost_bytes": found.moves.lost_bytes, "wire_s": found.wire_s, "written_s": found.written_s,
                 "read_bytes": sum(found.moves.read_bytes), "read_s": found.read_s,
             }  # fmt: skip

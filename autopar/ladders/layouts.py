@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from autopar.cost.memory import optimizer_state_bytes
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Stored, Tensor
-from autopar.ir.mesh import MICROBATCH, coordinates
+from autopar.ir.mesh import MICROBATCH, LogicalMesh, coordinates
 from autopar.ir.placement import Axis, Placement, evenly
-from autopar.ir.plan import Plan, Stage
+from autopar.ir.plan import Plan
 
 Span = tuple[int, int]
 Box = tuple[Span, ...]
@@ -37,10 +39,10 @@ class StateTensor:
     num_bytes: int
     owners: Mapping[Box, tuple[int, ...]]
 
-    @cached_property
+    @property
     def key(self) -> tuple[object, ...]:
-        """Equal for tensors that are alike in all but their names."""
-        return self.shape, self.num_bytes, tuple(self.owners.items())
+        """Equal only for tensors that are alike in all but their names; those of equal blocks share their owners."""
+        return self.shape, self.num_bytes, id(self.owners)
 
     def bytes_of(self, box: Box) -> int:
         """Of a slice."""
@@ -62,11 +64,18 @@ class StateLayout:
     def bytes_by_rank(self) -> list[int]:
         """What each rank keeps."""
         found = [0] * self.ranks
-        for tensor in self.tensors.values():
+        for tensor, count in self.alike:
             for box, ranks in tensor.owners.items():
+                own = count * tensor.bytes_of(box)
                 for rank in ranks:
-                    found[rank] += tensor.bytes_of(box)
+                    found[rank] += own
         return found
+
+    @cached_property
+    def alike(self) -> list[tuple[StateTensor, int]]:
+        """One of the tensors that are alike, and how many these are."""
+        count = Counter(tensor.key for tensor in self.tensors.values())
+        return [(tensor, count[key]) for key, tensor in {t.key: t for t in self.tensors.values()}.items()]
 
 
 def volume(box: Box) -> int:
@@ -83,21 +92,32 @@ def overlap(one: Box, other: Box) -> Box | None:
 def layout_of(graph: Graph, plan: Plan) -> StateLayout:
     """The layout of a plan for this graph. A tensor that several stages keep is where the first keeps it, and where
     others keep the same slices."""
-    found: dict[str, list[dict[Box, list[int]]]] = {}
+    found: dict[str, list[Owners]] = {}
     shapes: dict[str, tuple[tuple[int, ...], int]] = {}
+    known: dict[Any, Owners] = {}
     for item in graph.stored:
         if item.kind == "constant" or (item.kind == "buffer" and not item.persistent):
             continue
         stages = [stage for stage in plan.stages if item.tensor in stage.storage]
         for name, shape, num_bytes, pieces in _pieces(graph, item, plan.optimizer):
             shapes[name] = shape, num_bytes
-            owners = [_owners(stage, stage.storage[item.tensor].placement, pieces, graph, item) for stage in stages]
-            found.setdefault(name, []).append(_joined(owners))
-    tensors = {}
-    for name, parts in found.items():
-        merged = {box: tuple(ranks) for part in parts for box, ranks in part.items()}
-        tensors[name] = StateTensor(*shapes[name], dict(sorted(merged.items())))
+            where = tuple((stage.first_rank, stage.axes, stage.storage[item.tensor].placement) for stage in stages)
+            whole = graph.kept(item.tensor).shape
+            key = where, tuple(pieces), whole
+            if key not in known:
+                known[key] = _joined([_owners(*one, pieces, whole) for one in where])
+            found.setdefault(name, []).append(known[key])
+    tensors = {
+        name: StateTensor(
+            *shapes[name], parts[0] if len(parts) == 1 else {k: v for part in parts for k, v in part.items()}
+        )
+        for name, parts in found.items()
+    }
     return StateLayout(plan.mesh.num_devices, tensors)
+
+
+Owners = dict[Box, tuple[int, ...]]
+"""By slice: the ranks that keep it."""
 
 
 Pieces = list[tuple[Box, Box, bool]]
@@ -138,12 +158,11 @@ def _bytes(shape: tuple[int, ...], dtype: str, item: Stored, optimizer: str | No
 
 
 def _owners(
-    stage: Stage, placement: Placement, pieces: Pieces, graph: Graph, item: Stored
+    first_rank: int, logical: LogicalMesh, placement: Placement, pieces: Pieces, shape: tuple[int, ...]
 ) -> dict[Box, list[int]]:  # fmt: skip
-    """The slices of the model's tensor that the ranks of a stage keep."""
+    """The slices of the model's tensor that the ranks of a stage keep. shape: of what is stored."""
     found: dict[Box, list[int]] = {}
-    shape = graph.kept(item.tensor).shape
-    real = [(axis, type_) for axis, type_ in zip(evenly(stage.axes), placement, strict=True) if axis.name != MICROBATCH]
+    real = [(axis, type_) for axis, type_ in zip(evenly(logical), placement, strict=True) if axis.name != MICROBATCH]
     axes, types = tuple(axis for axis, _ in real), tuple(type_ for _, type_ in real)
     for number, coordinate in enumerate(coordinates(axes)):
         own = slice_of_rank(shape, types, axes, coordinate)
@@ -154,7 +173,7 @@ def _owners(
             offsets = [(a - t, b - t) for (a, b), (t, _) in zip(inside, target, strict=True)]
             turned = offsets[::-1] if transposed else offsets
             box = tuple((s + a, s + b) for (a, b), (s, _) in zip(turned, source, strict=True))
-            found.setdefault(box, []).append(stage.first_rank + number)
+            found.setdefault(box, []).append(first_rank + number)
     return found
 
 
@@ -171,12 +190,13 @@ def slice_of_rank(
     return tuple(spans)
 
 
-def _joined(owners: Sequence[dict[Box, list[int]]]) -> dict[Box, list[int]]:
+def _joined(owners: Sequence[dict[Box, list[int]]]) -> Owners:
     """Of several stages: the first's slices, with the ranks of others that keep the same."""
     if not owners:
         return {}
     return {
-        box: sorted(set(itertools.chain.from_iterable(other.get(box, ()) for other in owners))) for box in owners[0]
+        box: tuple(sorted(set(itertools.chain.from_iterable(other.get(box, ()) for other in owners))))
+        for box in sorted(owners[0])
     }
 
 

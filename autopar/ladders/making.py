@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -201,8 +202,8 @@ class _Planner:
         )  # fmt: skip
         plan = with_simulator(plan, graph)
         bound_ns, state_bytes = self._bound_ns(graph, mesh), self._state_bytes(graph)
-        layout = layout_of(graph, plan)
-        return replace(rung, plan=plan, how=how, bound_ns=bound_ns, state_bytes=state_bytes, layout=layout)
+        laid_out = partial(layout_of, graph, plan)
+        return replace(rung, plan=plan, how=how, bound_ns=bound_ns, state_bytes=state_bytes, laid_out=laid_out)
 
     def _plan(self, graph: Graph, mesh: Mesh, batch: int) -> tuple[Graph, Plan, str]:
         """The best plan, the graph that it is of, and how it was found."""

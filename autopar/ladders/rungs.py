@@ -11,8 +11,9 @@ Time is predicted by the simulator; money is devices × hours × the price of a 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ class Rung:
     plan: whole, as `parallelize` returns it: it emits and verifies for inputs of this batch. how: "shared" where it was
     found among what all rungs share, "searched" where by a search of its own. bound_ns: what a step takes at least,
     all that is computed being shared out evenly and nothing sent. price: of all devices an hour; None where not said.
-    state_bytes: of parameters and optimizer state, whole: what a checkpoint holds. layout: which rank keeps what of it.
-    refusal: why there is no plan.
+    state_bytes: of parameters and optimizer state, whole: what a checkpoint holds. laid_out: finds out which rank keeps
+    what of it. refusal: why there is no plan.
     """
 
     mesh: Mesh
@@ -52,7 +53,12 @@ class Rung:
     price: float | None = None
     state_bytes: int = 0
     refusal: str = ""
-    layout: StateLayout | None = field(default=None, repr=False, compare=False)
+    laid_out: Callable[[], StateLayout] | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def layout(self) -> StateLayout | None:
+        """Which rank keeps what of the state; None where that is not known."""
+        return None if self.laid_out is None else self.laid_out()
 
     @property
     def fits(self) -> bool:
@@ -173,14 +179,21 @@ class Ladder:
                 f"expected two rungs of one global batch that have plans, found {old.mesh} with batch "
                 f"{old.global_batch} and {new.mesh} with batch {new.global_batch}"
             )
-        nodes, profiles = old.mesh.nodes, profiles_of(new.mesh)
-        return transition(
-            old.layout, new.layout, new.mesh, profiles, old_nodes=nodes, lost=lost, store=self.store
-        )  # fmt: skip
+        key = id(old), id(new), None if lost is None else tuple(lost)
+        if key not in self._transitions:
+            self._transitions[key] = transition(
+                old.layout, new.layout, new.mesh, profiles_of(new.mesh), old_nodes=old.mesh.nodes, lost=lost,
+                store=self.store,
+            )  # fmt: skip
+        return self._transitions[key]
+
+    @cached_property
+    def _transitions(self) -> dict[Any, Transition]:
+        return {}
 
     def neighbours(self, global_batch: int) -> list[Rung]:
         """The rungs of a batch between which one may go, of few devices first."""
-        known = [rung for rung in self.rungs if rung.global_batch == global_batch and rung.layout is not None]
+        known = [rung for rung in self.rungs if rung.global_batch == global_batch and rung.laid_out is not None]
         return sorted(known, key=lambda rung: (rung.devices, rung.kind))
 
     def to_json(self) -> str:

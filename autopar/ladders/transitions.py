@@ -42,13 +42,13 @@ class StateMoves:
         """Over the wire, of all ranks together."""
         return sum(self.sent.values())
 
-    def received(self, rank: int) -> int:
-        """By a rank of the new plan."""
-        return sum(count for (_, to), count in self.sent.items() if to == rank)
-
-    def sent_by(self, rank: int) -> int:
-        """By a rank, as `sent` numbers them."""
-        return sum(count for (source, _), count in self.sent.items() if source == rank)
+    @cached_property
+    def received(self) -> list[int]:
+        """By each rank of the new plan."""
+        found = [0] * len(self.read_bytes)
+        for (_, to), count in self.sent.items():
+            found[to] += count
+        return found
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,8 @@ def mirrored_bytes(layout: StateLayout, ranks_per_node: int, mirrors: int = 1) -
     slice is to be on one node more, and the first rank that keeps it sends it to as many as lack it."""
     found = [0] * layout.ranks
     nodes = -(-layout.ranks // ranks_per_node)
-    for tensor in layout.tensors.values():
+    for tensor, count in layout.alike:
         for box, ranks in tensor.owners.items():
             known = len({rank // ranks_per_node for rank in ranks})
-            found[ranks[0]] += max(0, min(mirrors + 1, nodes) - known) * tensor.bytes_of(box)
+            found[ranks[0]] += count * max(0, min(mirrors + 1, nodes) - known) * tensor.bytes_of(box)
     return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def ladder_of() -> tuple[Ladder, torch.nn.Module, Any]:
     for count, zero in ZERO.items():
         mesh = autopar.Mesh("cpu", nodes=count)
         plan = autopar.template_plan(model, mesh, inputs, dp=count, zero=zero)
-        rungs.append(Rung(mesh, 24, plan, "given", layout=layout_of(graph_for(plan, model, inputs), plan)))
+        rungs.append(Rung(mesh, 24, plan, "given", laid_out=partial(layout_of, graph_for(plan, model, inputs), plan)))
     return Ladder("mlp", tuple(rungs)), model, inputs
 
 

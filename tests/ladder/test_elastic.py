@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from autopar.ladders import Ladder, Rung
 from autopar.ladders.elastic import Rendezvous, mirror_price, save_elastic
 from autopar.ladders.layouts import layout_of
 from autopar.pipeline import traced
-from autopar.runtime.elastic.held import HeldState
+from autopar.runtime.elastic.held import HeldState, lacking
 from autopar.runtime.elastic.joining import read_steps, rung_for, store_of_round
 from autopar.runtime.elastic.snapshots import KeptNote, Snapshots, StepSnapshot
 from autopar.runtime.errors import ProgramError, WorldError
@@ -40,7 +41,7 @@ def ladder_of(zero: dict[int, int], batch: int = 24) -> tuple[Ladder, torch.nn.M
     for count, stage in zero.items():
         mesh = autopar.Mesh("cpu", nodes=count)
         plan = autopar.template_plan(model, mesh, inputs, dp=count, zero=stage)
-        rungs.append(Rung(mesh, batch, plan, "given", layout=layout_of(graph, plan)))
+        rungs.append(Rung(mesh, batch, plan, "given", laid_out=partial(layout_of, graph, plan)))
     return Ladder("mlp", tuple(rungs)), model, inputs
 
 
@@ -173,6 +174,22 @@ def test_a_rank_without_room_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 61, 39))  # type: ignore[attr-defined]
     with pytest.raises(ProgramError, match=r"40 bytes that a rank keeps.*found 39"):
         snapshots.write(0, StepSnapshot((1, 3), held, held.whole, KeptNote(0.0, 1, 0.0)))
+
+
+def test_what_is_not_whole_is_missed() -> None:
+    """A part of a tensor, all of one, what is no tensor; parts that overlap count once."""
+    whole = {"model.a": ((4, 2), "float32"), "model.b": ((), "float32"), "extra": None}
+    pieces = [
+        (("model.a", (0, 0)), (2, 2)),
+        (("model.a", (2, 0)), (2, 2)),
+        (("model.b", ()), ()),
+        (("extra", ()), (7,)),
+    ]
+    assert lacking(whole, pieces) == []
+    larger = (("model.a", (0, 0)), (3, 2))
+    assert lacking(whole, [*pieces, larger]) == [] and lacking(whole, [larger, *pieces[2:]]) == ["model.a"]
+    for place, name in enumerate(("model.a", "model.a", "model.b", "extra")):
+        assert lacking(whole, pieces[:place] + pieces[place + 1 :]) == [name]
 
 
 def test_a_store_for_all_starts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def test_bytes_are_those_of_the_elements_that_ranks_lack(old: str, new: str, los
         lacks = {
             name: (needs[name][rank] & there[name]) - (had[name][own] if own is not None else set()) for name in needs
         }
-        assert found.received(rank) == sum(len(numbers) * size[name] for name, numbers in lacks.items())
+        assert found.received[rank] == sum(len(numbers) * size[name] for name, numbers in lacks.items())
         assert found.read_bytes[rank] == sum(len(needs[name][rank]) * size[name] for name in needs)
     gone = {name: set().union(*had[name]) - there[name] for name in had}
     assert found.lost_bytes == sum(len(numbers) * size[name] for name, numbers in gone.items())
@@ -117,7 +117,7 @@ def test_the_seconds_are_those_of_links_and_of_storage() -> None:
     lost = transition(layout("sharded"), layout("one"), planned("one")[1].mesh, profiles_of(mesh))
     assert lost.wire_s is None and lost.moves.lost_bytes > 0 and lost.pause_s == lost.read_s
     more = transition(layout("one"), layout("three"), mesh, profiles_of(mesh))
-    most = max(map(more.moves.received, range(3)))
+    most = max(more.moves.received)
     assert more.wire_s is not None and more.wire_s >= 2 * most / profiles_of(mesh)["h100"].link("inside").bandwidth
     with pytest.raises(PlanError, match="ranks of the old plan, 0 to 2"):
         transition(layout("three"), layout("one"), mesh, profiles_of(mesh), lost=[3])
