@@ -386,6 +386,13 @@ def with_timeline(
     return with_simulator(plan, _verified_graph(plan, model, example_inputs, loss_fn))
 
 
+def graph_for(
+    plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None
+) -> Graph:  # fmt: skip
+    """The graph that a plan is for, with its substitutions made. Raises like `verify`."""
+    return _verified_graph(plan, model, example_inputs, loss_fn)
+
+
 def _verified_graph(plan: Plan, model: nn.Module, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Graph:
     """The graph that a plan is for, which it fits."""
     check_arguments(plan=plan, model=model, loss_fn=loss_fn)

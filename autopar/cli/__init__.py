@@ -39,6 +39,7 @@ COMMANDS = {
     "launch": ("launch", "start a saved program, or write the files of a cluster"),
     "ladder": ("ladder", "plans for many meshes and batches: scaling curve, what to rent, forms for schedulers"),
     "pack": ("pack", "which served models share which devices, so that all answer in time"),
+    "rebalance": ("rebalance", "whether a slow node, seen in a log of train.py, is worth another plan; and that plan"),
     "audit": ("audit", "judge another framework's configuration, and better it"),
 }
 """Each command's file in this room, which has `add(parser, name)`, and what it does."""

@@ -406,6 +406,26 @@ class Profile:
             )
         return self._shared[devices_per_node]
 
+    def slower(self, times: float) -> Profile:
+        """The profile of a device that computes so many times slower, and holds and sends as much."""
+        facts = _slowed(self.facts, times)
+        return replace(
+            self,
+            facts=replace(
+                facts, capacity_bytes=self.facts.capacity_bytes, overlap_slowdown=self.facts.overlap_slowdown
+            ),
+            operators={
+                name: replace(curve, call_ns=curve.call_ns and _slowed_pair(curve.call_ns, times))
+                for name, curve in self.operators.items()
+            },
+            tables={
+                name: replace(table, unit_ns=table.unit_ns * times, least_ns=table.least_ns * times)
+                for name, table in self.tables.items()
+            },
+            runtime=self.runtime and _slowed_runtime(self.runtime, times),
+            _shared={},
+        )
+
     @property
     def provenance(self) -> dict[str, str]:
         """The source of each block, for plans and reports."""

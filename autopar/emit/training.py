@@ -144,6 +144,9 @@ Replace `batches()` by your data: a DataLoader, or any iterable of dicts; each i
 every rank. Checkpoints are written every few steps or minutes and when a signal ends the run; training goes on from the
 last one: when ranks were lost (`torchrun --max-restarts 3` starts them anew by itself), or under another plan of the
 same model, on any number of ranks. All ranks must see the folders.
+
+With --elastic LADDER, training also goes on when nodes are lost for good or come back: under the ladder's largest
+program that those that are left are enough for, from the last step (`autopar launch --elastic` starts it so).
 """
 
 import argparse
@@ -196,18 +199,47 @@ def evaluate(rank: rt.Rank, loader, count: int) -> float:
     return torch.stack(losses).mean().item()
 
 
+def join(options: argparse.Namespace) -> rt.Elastic:
+    return rt.Elastic(
+        options.elastic, options.checkpoints, every=options.keep_every, mirrors=options.mirrors,
+        snapshots=options.snapshots,
+    )
+
+
+def tell(figures: dict, log) -> None:
+    """What going on took, on one line, and in the log."""
+    line = f"moved {{figures['moved_bytes']:,}} bytes between ranks, loaded in {{figures['load_s']:.3f}} s"
+    if "pause_s" in figures:
+        line += f"; paused {{figures['pause_s']:.1f}} s (predicted {{figures['predicted_pause_s']:.1f}} s)"
+    print(line, flush=True)
+    if log is not None:
+        print(json.dumps(figures), file=log, flush=True)
+
+
+def kept(elastic: rt.Elastic) -> str:
+    """The price of what is kept of a step."""
+    line = f"keeps {{elastic.kept_bytes:,}} bytes of each of two steps, in {{elastic.kept_s * 1000:.0f}} ms a step"
+    return f"{{line}}; {{elastic.mirrored_bytes:,}} bytes of them are sent to other nodes"
+
+
 def told(figures: dict) -> str:
     """A step's figures on one line."""
     line = f"step {{figures['step']}} loss {{figures['loss']:.4f}}"
     line += f" norm {{figures['norm']:.3g}} lr {{figures['lr']:.3g}} took {{figures['step_s'] * 1000:.0f}} ms"
-    line += f" (predicted {{PREDICTED_S * 1000:.0f}} ms), {{figures['samples_per_s']:.4g}} samples/s"
+    line += f" (predicted {{figures['predicted_s'] * 1000:.0f}} ms), {{figures['samples_per_s']:.4g}} samples/s"
     line += f", {{figures['mfu']:.1%}} of peak"
     return line + (f", evaluation loss {{figures['eval_loss']:.4f}}" if "eval_loss" in figures else "")
 
 
 def main(options: argparse.Namespace) -> None:
     rt.keep_freed_memory()  # of tensors on the CPU, for the next step
-    rank = rt.build(program.Program, timeout_s=300)  # how long ranks wait for one that is slow or lost
+    elastic = join(options) if options.elastic else None
+    if elastic is not None and elastic.is_spare:
+        elastic.serve()
+        return
+    planned = elastic.program if elastic is not None else program.Program
+    predicted_s = elastic.rung.predicted_s if elastic is not None else PREDICTED_S
+    rank = rt.build(planned, timeout_s=300)  # how long ranks wait for one that is slow or lost
 {compiles}    is_on_gpu = next(iter(rank.parameters())).is_cuda  # where one fused kernel is three times as fast
     rate = options.lr
     if options.base_batch:
@@ -224,8 +256,11 @@ def main(options: argparse.Namespace) -> None:
     is_first = rank.number == 0
     started = initialise(rank, options.weights)
     extra = {{"schedule": schedule, "data": data}}
-    start = rt.load_checkpoint(options.checkpoints, rank, optimizer, extra=extra)
-    if start:
+    resumed = elastic.restore(rank, optimizer, extra) if elastic is not None else None
+    start = rt.load_checkpoint(options.checkpoints, rank, optimizer, extra=extra) if resumed is None else resumed.step
+    if resumed is not None and start:
+        started = f"goes on after step {{start - 1}}, of {{resumed.source}}, on {{elastic.rung.name}}"
+    elif start:
         started = f"goes on after step {{start - 1}}, from {{rt.last_checkpoint(options.checkpoints)}}"
         started += ", at its learning rate" if options.base_batch else ""
     elif rate != options.lr and is_first:
@@ -236,7 +271,10 @@ def main(options: argparse.Namespace) -> None:
         print(f"no step is left of {{options.steps}}: ask for more by --steps", flush=True)
     watch = rt.Watch(rank, every=options.save_every, minutes=options.save_minutes)
     log = options.log_file.open("a") if options.log_file and is_first else None
-    began = time.perf_counter()
+    if resumed is not None and start and is_first:
+        tell(elastic.told(resumed), log)
+    own_time = rt.OwnTime(rank) if options.log_file else None
+    began, done = time.perf_counter(), start
     for step, batch in zip(range(start, options.steps), data, strict=False):
         optimizer.zero_grad()
         loss = rank.train_step(**batch)
@@ -246,7 +284,9 @@ def main(options: argparse.Namespace) -> None:
         schedule.step()
         figures = {{"step": step, "loss": loss.item(), "norm": norm.item(), "lr": rate}}
         figures["step_s"] = time.perf_counter() - began
-        figures["predicted_s"] = PREDICTED_S
+        figures["predicted_s"] = predicted_s
+        if own_time is not None and (own_s := own_time.by_rank()) is not None:
+            figures["own_s"] = own_s  # of each rank, without what it waited for others
         figures["samples_per_s"] = program.Program.INPUTS[0].shape[0] / figures["step_s"]
         figures["mfu"] = STEP_FLOPS / figures["step_s"] / PEAK_FLOPS
         if held_out is not None and (step + 1) % options.eval_every == 0:
@@ -255,16 +295,27 @@ def main(options: argparse.Namespace) -> None:
             print(told(figures), flush=True)
         if log is not None:
             print(json.dumps(figures), file=log, flush=True)
+        done = step + 1
+        if elastic is not None:
+            elastic.keep(rank, optimizer, done, extra)
+            if done == start + 2 and is_first:  # the first makes arrangements
+                print(kept(elastic), flush=True)
         due = watch.after(step + 1, options.steps)
         if due.save:
             rt.save_checkpoint(options.checkpoints, rank, optimizer, step=step + 1, extra=extra)
         if due.stop:
             break
         began = time.perf_counter()
-    if options.export:
+        if own_time is not None:
+            own_time.restart()
+    if elastic is not None and done >= options.steps:
+        elastic.end()
+    if options.export and (elastic is None or done >= options.steps):
         export(rank, options.export, options.weights, is_first)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    if elastic is not None and done < options.steps:
+        raise SystemExit(75)  # it is to go on: torchrun takes 0 for the end of all
 
 
 def export(rank: rt.Rank, folder: Path, weights: Path | None, is_first: bool) -> None:
@@ -296,6 +347,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--save-minutes", type=float, help="minutes from one checkpoint to the next")
     parser.add_argument("--checkpoints", type=Path, default=HERE / "checkpoints", help="may be another plan's")
     parser.add_argument("--log-file", type=Path, help="a file for each step's figures, a JSON object a line")
+    parser.add_argument("--elastic", type=Path, help="a folder of `autopar ladder --elastic`: nodes may go and come")
+    parser.add_argument("--keep-every", type=int, default=1, help="of --elastic: steps between two that are kept")
+    parser.add_argument("--mirrors", type=int, default=1, help="of --elastic: nodes that keep what one alone has")
+    parser.add_argument("--snapshots", type=Path, help="of --elastic: where a node keeps steps; default: its memory")
     parser.add_argument("--export", type=Path, help="a folder for the trained weights, in Hugging Face's files")
     return parser.parse_args(given)
 

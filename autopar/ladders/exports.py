@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from autopar.cost.profile import ACROSS, INSIDE
@@ -23,24 +23,10 @@ from autopar.errors import PlanError
 from autopar.ir.plan import Plan
 from autopar.ladders.forms import fitted, points_of
 from autopar.ladders.rungs import Ladder, Rung
+from autopar.ladders.stores import StateStore
 
 VERSION = 1
 COMPUTE = "compute"
-
-
-@dataclass(frozen=True)
-class StateStore:
-    """Where checkpoints go: bytes a second that a node writes and reads, and what starting anew takes besides
-    (processes, communicators, the first step's kernels)."""
-
-    write_bytes_s: float = 2e9
-    read_bytes_s: float = 4e9
-    restart_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 <= value < float("inf") or (name != "restart_s" and value == 0):
-                raise PlanError(f"expected {name} as a number above 0, found {value!r}")
 
 
 class DeviceUse(NamedTuple):

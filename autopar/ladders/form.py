@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import lru_cache
 from importlib.resources import files
+from itertools import permutations
 from typing import Any
 
 from autopar.ir import reading
@@ -35,6 +37,7 @@ def ladder_json(ladder: Ladder) -> str:
             for batch in sorted({rung.global_batch for rung in ladder.fitting})
         ],
     }
+    data["transitions"] = [*_transitions(ladder)]
     if ladder.capacity is not None:
         data["capacity"] = _capacity(ladder.capacity)
     reading.validate(data, reading.validator(ladder_schema()))
@@ -58,6 +61,19 @@ def _rung(ladder: Ladder, rung: Rung) -> dict[str, Any]:
         "fits_probability": told.fits_probability, "money_per_sample": rung.money_per_sample,
         "state_bytes": rung.state_bytes,
     }  # fmt: skip
+
+
+def _transitions(ladder: Ladder) -> Iterator[dict[str, Any]]:
+    for batch in sorted({rung.global_batch for rung in ladder.rungs}):
+        for old, new in permutations(ladder.neighbours(batch), 2):
+            found = ladder.transition(old, new)
+            yield {
+                "from": str(old.mesh), "to": str(new.mesh), "global_batch": batch,
+                "wire_bytes": found.moves.total_bytes,
+                "most_received_bytes": max(found.moves.received),
+                "lost_bytes": found.moves.lost_bytes, "wire_s": found.wire_s, "written_s": found.written_s,
+                "read_bytes": sum(found.moves.read_bytes), "read_s": found.read_s,
+            }  # fmt: skip
 
 
 def _capacity(found: Capacity) -> dict[str, Any]:

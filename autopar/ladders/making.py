@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from autopar.ir.routing import Routing
 from autopar.ir.structure import batch_inputs
 from autopar.ladders.capacity import Needs, capacity
 from autopar.ladders.climbing import Climb
+from autopar.ladders.layouts import layout_of
 from autopar.ladders.rungs import Ladder, Rung
 from autopar.ladders.shared import SharedLayers, shared_layers
 from autopar.pipeline import planned_jointly, traced
@@ -200,7 +202,8 @@ class _Planner:
         )  # fmt: skip
         plan = with_simulator(plan, graph)
         bound_ns, state_bytes = self._bound_ns(graph, mesh), self._state_bytes(graph)
-        return replace(rung, plan=plan, how=how, bound_ns=bound_ns, state_bytes=state_bytes)
+        laid_out = partial(layout_of, graph, plan)
+        return replace(rung, plan=plan, how=how, bound_ns=bound_ns, state_bytes=state_bytes, laid_out=laid_out)
 
     def _plan(self, graph: Graph, mesh: Mesh, batch: int) -> tuple[Graph, Plan, str]:
         """The best plan, the graph that it is of, and how it was found."""

@@ -11,8 +11,9 @@ Time is predicted by the simulator; money is devices × hours × the price of a 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.writing import write_whole
+from autopar.ladders.layouts import StateLayout
+from autopar.ladders.stores import StateStore
+from autopar.ladders.transitions import Transition, transition
+from autopar.profiler import profiles_of
 from autopar.views import view
 
 KNEE = 0.5
@@ -35,7 +40,8 @@ class Rung:
     plan: whole, as `parallelize` returns it: it emits and verifies for inputs of this batch. how: "shared" where it was
     found among what all rungs share, "searched" where by a search of its own. bound_ns: what a step takes at least,
     all that is computed being shared out evenly and nothing sent. price: of all devices an hour; None where not said.
-    state_bytes: of parameters and optimizer state, whole: what a checkpoint holds. refusal: why there is no plan.
+    state_bytes: of parameters and optimizer state, whole: what a checkpoint holds. laid_out: finds out which rank keeps
+    what of it. refusal: why there is no plan.
     """
 
     mesh: Mesh
@@ -47,6 +53,12 @@ class Rung:
     price: float | None = None
     state_bytes: int = 0
     refusal: str = ""
+    laid_out: Callable[[], StateLayout] | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def layout(self) -> StateLayout | None:
+        """Which rank keeps what of the state; None where that is not known."""
+        return None if self.laid_out is None else self.laid_out()
 
     @property
     def fits(self) -> bool:
@@ -104,13 +116,14 @@ class Ladder:
     """Rungs by kind, global batch and number of devices.
 
     capacity: what to take for so many tokens by a deadline or under a budget, where that was asked
-    (`ladder.capacity.Capacity`). processor_s: what all of it took.
+    (`ladder.capacity.Capacity`). processor_s: what all of it took. store: where checkpoints go, for transitions.
     """
 
     model: str
     rungs: tuple[Rung, ...]
     capacity: Any = None
     processor_s: float = 0.0
+    store: StateStore = field(default_factory=StateStore)
 
     def __str__(self) -> str:
         return str(view("ladder_text")(self))
@@ -156,6 +169,32 @@ class Ladder:
                 found.append(rung)
                 least = money
         return found
+
+    def transition(self, old: Rung, new: Rung, lost: Sequence[int] | None = None) -> Transition:
+        """What going from one rung to another of the same global batch takes, in bytes and seconds. lost: ranks of the
+        old plan that are gone; by default those that a smaller new plan has no room for, its last. Raises PlanError
+        for rungs of other batches, or without plans."""
+        if old.layout is None or new.layout is None or old.global_batch != new.global_batch:
+            raise PlanError(
+                f"expected two rungs of one global batch that have plans, found {old.mesh} with batch "
+                f"{old.global_batch} and {new.mesh} with batch {new.global_batch}"
+            )
+        key = id(old), id(new), None if lost is None else tuple(lost)
+        if key not in self._transitions:
+            self._transitions[key] = transition(
+                old.layout, new.layout, new.mesh, profiles_of(new.mesh), old_nodes=old.mesh.nodes, lost=lost,
+                store=self.store,
+            )  # fmt: skip
+        return self._transitions[key]
+
+    @cached_property
+    def _transitions(self) -> dict[Any, Transition]:
+        return {}
+
+    def neighbours(self, global_batch: int) -> list[Rung]:
+        """The rungs of a batch between which one may go, of few devices first."""
+        known = [rung for rung in self.rungs if rung.global_batch == global_batch and rung.laid_out is not None]
+        return sorted(known, key=lambda rung: (rung.devices, rung.kind))
 
     def to_json(self) -> str:
         """For schedulers: `ladder.schema.json` says what each field means."""

@@ -36,8 +36,30 @@ def _lines(ladder: Ladder) -> Iterator[str]:
         if front:
             said = ", ".join(f"{rung.mesh} ({_money(rung)} a million samples)" for rung in front)
             yield f"  front of time and money, batch {batch}: {said}"
+    for batch in sorted({rung.global_batch for rung in ladder.fitting}):
+        yield from transition_lines(ladder, batch)
     if ladder.capacity is not None:
         yield from capacity_lines(ladder.capacity)
+
+
+def transition_lines(ladder: Ladder, batch: int) -> Iterator[str]:
+    """A matrix of what goes from each rung (rows) to each other (columns), where there are several."""
+    known = ladder.neighbours(batch)
+    if len(known) < 2:
+        return
+    yield f"  resharding, batch {batch}: bytes over the wire and seconds (*: some is lost, read from a checkpoint)"
+    rows = [("from \\ to", *(str(rung.mesh) for rung in known))]
+    rows += [(str(old.mesh), *("-" if new is old else _moved(ladder, old, new) for new in known)) for old in known]
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
+    for row in rows:
+        yield "    " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _moved(ladder: Ladder, old: Rung, new: Rung) -> str:
+    found = ladder.transition(old, new)
+    if found.wire_s is None:
+        return f"*{bytes_text(sum(found.moves.read_bytes))} {time_text(round(found.read_s * 1e9))}"
+    return f"{bytes_text(found.moves.total_bytes)} {time_text(round(found.wire_s * 1e9))}"
 
 
 def rung_row(ladder: Ladder, rung: Rung) -> Sequence[str]:

@@ -7,10 +7,12 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from autopar.errors import PlanError
 from autopar.ir.writing import write_whole
+from autopar.launching.elastic import ENVIRONMENT, elastic_torchrun
 from autopar.launching.job import SavedJob, read_job
 from autopar.launching.kubernetes import pytorch_job, train_job
 from autopar.launching.ray_cluster import ray_script
@@ -24,6 +26,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arguments", default="", metavar="TEXT", help="of train.py: --arguments='--steps 100'")
     parser.add_argument("--name", help="of the job; default: the folder's")
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="of a mesh of several nodes: start on each, with one")
+    parser.add_argument(
+        "--elastic", action="store_true", help="of a folder of `autopar ladder --elastic`: nodes may go and come"
+    )
     parser.add_argument("--slurm", type=Path, metavar="FILE", help="write a batch script for sbatch instead")
     parser.add_argument(
         "--sbatch", action="append", default=[], metavar="NAME=VALUE", help="of --slurm: partition=gpu, time=04:00:00"
@@ -41,6 +46,10 @@ def run(options: argparse.Namespace) -> int:
     job = read_job(options.folder, options.name, shlex.split(options.arguments))
     texts = [(options.slurm, _slurm), (options.kubernetes, _kubernetes), (options.ray, _ray)]
     asked = [(file, make(job, options)) for file, make in texts if file is not None]
+    if options.elastic:
+        if asked or options.rendezvous is None:
+            raise PlanError("expected --rendezvous HOST:PORT beside --elastic, and start it on each node, found others")
+        return _run(elastic_torchrun(job.folder, options.rendezvous, job.name, job.arguments), ENVIRONMENT)
     if not asked:
         return _start(job, options.rendezvous)
     for file, text in asked:
@@ -83,7 +92,13 @@ def _start(job: SavedJob, rendezvous: str | None) -> int:
             f"expected a plan for one node, found one for {job.nodes}; start this on each of them with --rendezvous "
             "HOST:PORT, or take --slurm, --kubernetes or --ray"
         )
-    command = [sys.executable, "-m", "torch.distributed.run", *torchrun(job, rendezvous)]
+    return _run(torchrun(job, rendezvous), {})
+
+
+def _run(arguments: list[str], variables: Mapping[str, str]) -> int:
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
     found_here = str(Path(__file__).parents[2])  # the ranks import this autopar, also from a checkout
     paths = [found_here, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, check=False).returncode
+    return subprocess.run(
+        command, env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join(paths)}, check=False
+    ).returncode

@@ -29,12 +29,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageReader
 
 from autopar.runtime import comm, randomness
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.folder import FoundCheckpoint, Manifest, Writing, checkpoints, damage, digest, newest_manifest
 from autopar.runtime.saved import SavedState
-from autopar.runtime.slices import SlicesReader, SlicesWriter
+from autopar.runtime.slices import Sliced, SlicesReader, SlicesWriter
 from autopar.runtime.unpickling import SafeReader
 
 if TYPE_CHECKING:
@@ -60,18 +61,14 @@ def save_checkpoint(
     them by `load_checkpoint`, or takes a folder of its own.
     """
     folder = Path(folder)
-    rank.unite_copies(optimizer)
-    saved = SavedState(rank.stored_parameters, rank.state_dict())
-    state: dict[str, Any] = {"model": saved.plain, "progress": _progress(step), **_extra(extra)}
-    if optimizer is not None:
-        state["optimizer"] = saved.add_optimizer(_optimizer_state(rank, optimizer))
+    state, slices = whole_state(rank, optimizer, step, extra)
     known, part = _seen.setdefault(rank, {}), folder / f"step_{step:08d}.part"
     writing: list[Writing] = []  # on the first rank
     is_written = False
     try:
         _on_first(rank, lambda: writing.append(Writing.begin(folder, step, known.get(folder.resolve()))))
         _run(rank, f"saving {part}", lambda: save(
-            state, checkpoint_id=part, planner=SlicesWriter(saved.slices), no_dist=not _is_distributed(rank)
+            state, checkpoint_id=part, planner=SlicesWriter(slices), no_dist=not _is_distributed(rank)
         ))  # fmt: skip
         hashed = _on_each(rank, lambda: _digests(part, _number(rank)))
         files = {name: found for part_of_rank in hashed for name, found in part_of_rank.items()}
@@ -81,6 +78,18 @@ def save_checkpoint(
         for item in writing:
             item.end(failed=not is_written)
     return path
+
+
+def whole_state(
+    rank: Rank, optimizer: Optimizer | None, step: int, extra: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], Mapping[tuple[str, ...], Sliced]]:
+    """What a checkpoint after `step` steps holds of this rank, and beside it its slices of packed parameters."""
+    rank.unite_copies(optimizer)
+    saved = SavedState(rank.stored_parameters, rank.state_dict())
+    state: dict[str, Any] = {"model": saved.plain, "progress": _progress(step), **_extra(extra)}
+    if optimizer is not None:
+        state["optimizer"] = saved.add_optimizer(_optimizer_state(rank, optimizer))
+    return state, saved.slices
 
 
 def load_checkpoint(
@@ -108,7 +117,7 @@ def load_checkpoint(
             return 0
         try:
             _check_data(rank, left[-1])
-            step = _load(left[-1].path, rank, optimizer, extra)
+            step = load_state(SafeReader(left[-1].path), left[-1].path, rank, optimizer, extra)
         except _Unreadable as error:  # or removed by now, where a run writes here; then another stands
             problems[_key(left[-1])] = str(error)
             continue
@@ -132,8 +141,10 @@ def _key(found: FoundCheckpoint) -> tuple[str, str]:
     return found.path.name, found.manifest.save if found.manifest is not None else ""
 
 
-def _load(path: Path, rank: Rank, optimizer: Optimizer | None, extra: Mapping[str, Any] | None) -> int:
-    reader = SafeReader(path)
+def load_state(
+    reader: StorageReader, path: Path, rank: Rank, optimizer: Optimizer | None, extra: Mapping[str, Any] | None
+) -> int:
+    """Loads what a reader reads on every rank, and returns its number of steps. path: where that is, for errors."""
     read: list[Metadata] = []
     _on_each(rank, lambda: read.append(reader.read_metadata()))
     found = read[0].state_dict_metadata
@@ -164,6 +175,12 @@ def _load(path: Path, rank: Rank, optimizer: Optimizer | None, extra: Mapping[st
     randomness.restore_stream(seed, dropout_step)
     rank.forget_constants()
     return step
+
+
+def note_seen(folder: str | Path, rank: Rank) -> None:
+    """The run goes on from another place than this folder, whose checkpoints are its own: it may save there."""
+    path = Path(folder)
+    _seen.setdefault(rank, {})[path.resolve()] = _on_first(rank, lambda: newest_manifest(path))
 
 
 def last_checkpoint(folder: str | Path) -> Path | None:

@@ -18,6 +18,7 @@ is.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,39 @@ def count_bytes() -> Iterator[Counter[tuple[str, str]]]:
         del _counters[next(n for n, other in enumerate(_counters) if other is counter)]  # counters may be equal
 
 
+class Waited:
+    """Seconds that a rank stood still for others, so far."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
+_waits: list[Waited] = []
+
+
+@contextmanager
+def count_waits() -> Iterator[Waited]:
+    """Sums up how long this rank's thread stands still for collectives inside the block: on gloo, for all of what they
+    take; on NCCL, a collective goes on behind the thread, and next to nothing."""
+    waited = Waited()
+    _waits.append(waited)
+    try:
+        yield waited
+    finally:
+        _waits.remove(waited)
+
+
+@contextmanager
+def _standing() -> Iterator[None]:
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        spent = time.perf_counter() - began
+        for waited in _waits:
+            waited.seconds += spent
+
+
 def _count(kind: str, axis: Axis, buffer: Tensor) -> None:
     for counter in _counters:
         counter[kind, axis.name] += buffer.nbytes
@@ -61,7 +95,7 @@ def explained(kind: str, axis: Axis, num_bytes: int, starts: bool = False) -> It
     """Raises CollectiveError in place of torch's error, which names neither the collective nor who is missing. In a
     profiler's trace, a range: what the rank stands still for, or what it starts."""
     try:
-        with collective(kind, num_bytes, axis.name, starts):
+        with collective(kind, num_bytes, axis.name, starts), _standing():
             yield
     except CollectiveError:
         raise
@@ -92,7 +126,8 @@ def _advice(what: str, others: Sequence[int], timeout_s: float | None, error: Ru
 def explained_group(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Like `explained`, for what all ranks of a group do together."""
     try:
-        yield
+        with _standing():
+            yield
     except RuntimeError as error:
         others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         raise CollectiveError(_advice(what, others, timeout_of(group), error)) from error
@@ -176,7 +211,8 @@ def start_receive(
 @contextmanager
 def _explained_peer(what: str, peer: int, timeout_s: float) -> Iterator[None]:
     try:
-        yield
+        with _standing():
+            yield
     except RuntimeError as error:
         raise CollectiveError(_advice(f"sending {what}", [peer], timeout_s, error)) from error
 

@@ -24,6 +24,7 @@ from autopar.runtime.declare import (
     Stage,
     renamed,
 )
+from autopar.runtime.elastic import Elastic
 from autopar.runtime.errors import CollectiveError, ProgramError, WorldError
 from autopar.runtime.functions import apply, hooked, imported
 from autopar.runtime.host_link import LinkRates
@@ -43,6 +44,7 @@ from autopar.runtime.lowering.writes import *
 from autopar.runtime.made_again import remade, remaking
 from autopar.runtime.mesh import Axis, RankMesh, make_rank_mesh
 from autopar.runtime.optimizers import declare_optimizer
+from autopar.runtime.own_time import OwnTime
 from autopar.runtime.placement import local_offset, local_size
 from autopar.runtime.randomness import draw, reference_dropout, seed_dropout, set_exact_dropout
 from autopar.runtime.rank import Rank
@@ -57,11 +59,13 @@ __all__ = [
     "Block",
     "Buffer",
     "CollectiveError",
+    "Elastic",
     "Fields",
     "Given",
     "Input",
     "LinkRates",
     "Numbered",
+    "OwnTime",
     "Parameter",
     "Parameters",
     "Piece",

@@ -169,7 +169,7 @@ def test_training_resumes_from_the_last_checkpoint(tmp_path: Path) -> None:
         assert loss == pytest.approx(expected[step], abs=2e-4)
 
 
-def single_device(folder: Path, model: torch.nn.Module) -> list[float]:
+def single_device(folder: Path, model: torch.nn.Module, steps: int = STEPS) -> list[float]:
     """The losses of the model itself on the batches of train.py."""
     sys.path.insert(0, str(folder))
     try:
@@ -178,7 +178,7 @@ def single_device(folder: Path, model: torch.nn.Module) -> list[float]:
         sys.path.remove(str(folder))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     losses = []
-    for batch, _ in zip(train.batches(), range(STEPS), strict=False):
+    for batch, _ in zip(train.batches(), range(steps), strict=False):
         optimizer.zero_grad()
         loss = model(**batch)
         loss.backward()
