@@ -101,7 +101,7 @@ def planned_steps(
 ) -> Steps:  # fmt: skip
     """Plans of all steps in a layout. Raises PlanError and MeshError for one that the model does not go with, and
     InfeasibleError where the cache and the weights do not fit."""
-    rules = [*_of_cache(graphs[1], layout), *constraints]
+    rules = [*_of_cache(layout), *constraints]
     check_layout(model, graphs[1], layout)
     sizes = _blocks_by_stage(graphs[1], layout.pp)
 
@@ -141,13 +141,9 @@ def _divisor(count: int, most: int) -> int:
     return next(size for size in range(min(count, most), 0, -1) if count % size == 0)
 
 
-def _of_cache(graph: Graph, layout: Layout) -> list[Constraint]:
-    """Caches lie where they are used: sequences over dp, heads over tp."""
-    found = []
-    for axis, size, dim in (("dp", layout.dp // layout.ep, 0), ("ep", layout.ep, 0), ("tp", layout.tp, 1)):
-        if size > 1:
-            found.append(Constraint(f"{CACHE}.*", (f"S({dim})",), what="stored", axis=axis))
-    return found
+def _of_cache(layout: Layout) -> list[Constraint]:
+    """Each rank of tp caches the heads that it computes; over dp, sequences are cached where they are (a template's)."""
+    return [Constraint(f"{CACHE}.*", ("S(1)",), what="stored", axis="tp")] if layout.tp > 1 else []
 
 
 def _storing_as(graph: Graph, plan: Plan) -> list[Constraint]:
