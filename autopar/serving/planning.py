@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,9 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.serving.cached import CACHE, CachedDecoder, checked_config
 from autopar.serving.curve import BatchLatency, StepLatency
-from autopar.trace import find_blocks, trace
+from autopar.trace import find_blocks, held_against_eager, trace
+
+NOT_CHECKED = "no, check=False was asked for"
 
 
 @dataclass(frozen=True)
@@ -88,35 +90,52 @@ def without_gradients(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def traced_steps(model: nn.Module, batch: int, max_length: int, prompt_lengths: Sequence[int]) -> dict[int, Graph]:
-    """The graph of each step by its columns, 1 for decode. Raises TraceError and PlanError."""
-    decoder = CachedDecoder(model, batch, max_length)
+@dataclass(frozen=True)
+class TracedStep:
+    """A step's graph, and what came of running it beside the decoder with its cache."""
+
+    graph: Graph
+    checked: str
+
+
+def traced_steps(
+    model: nn.Module, batch: int, max_length: int, prompt_lengths: Sequence[int], check: bool = True
+) -> dict[int, TracedStep]:
+    """The graph of each step by its columns, 1 for decode; with `check`, held against the decoder where it has weights.
+    Raises TraceError, also where they differ, and PlanError."""
+    decoder, found = CachedDecoder(model, batch, max_length), dict[int, TracedStep]()
     device = next(iter(model.parameters())).device
-    return {n: trace(decoder, example(batch, n, device), mode="inference") for n in (1, *prompt_lengths)}
+    for steps in (1, *prompt_lengths):
+        inputs = example(batch, steps, device)
+        graph = trace(decoder, inputs, mode="inference")
+        told = held_against_eager(decoder, graph, inputs, None, None) if check else NOT_CHECKED
+        found[steps] = TracedStep(graph, told)
+    return found
 
 
 def planned_steps(
-    graphs: Mapping[int, Graph], model: nn.Module, mesh: Mesh, layout: Layout, memory_limit: int | None = None,
+    traced: Mapping[int, TracedStep], model: nn.Module, mesh: Mesh, layout: Layout, memory_limit: int | None = None,
     constraints: Sequence[Constraint] = (),
 ) -> Steps:  # fmt: skip
     """Plans of all steps in a layout. Raises PlanError and MeshError for one that the model does not go with, and
     InfeasibleError where the cache and the weights do not fit."""
-    rules = [*_of_cache(layout), *constraints]
-    check_layout(model, graphs[1], layout)
-    sizes = _blocks_by_stage(graphs[1], layout.pp)
+    first, rules = traced[1].graph, [*_of_cache(layout), *constraints]
+    check_layout(model, first, layout)
+    sizes = _blocks_by_stage(first, layout.pp)
 
-    def plan(graph: Graph, own: Sequence[Constraint]) -> Plan:
-        return template_of_graph(
-            graph, mesh, dp=layout.dp, tp=layout.tp, pp=layout.pp, ep=layout.ep, layers=sizes, mode="inference",
+    def plan(step: TracedStep, own: Sequence[Constraint]) -> Plan:
+        found = template_of_graph(
+            step.graph, mesh, dp=layout.dp, tp=layout.tp, pp=layout.pp, ep=layout.ep, layers=sizes, mode="inference",
             optimizer=None, memory_limit=memory_limit, constraints=own,
         )  # fmt: skip
+        return replace(found, checked_against_eager=step.checked)
 
-    decode = plan(graphs[1], rules)
-    alike = [*rules, *_storing_as(graphs[1], decode)]
-    prefill = {steps: (graph, plan(graph, alike)) for steps, graph in graphs.items() if steps > 1}
+    decode = plan(traced[1], rules)
+    alike = [*rules, *_storing_as(first, decode)]
+    prefill = {steps: (step.graph, plan(step, alike)) for steps, step in traced.items() if steps > 1}
     for graph, own in prefill.values():
-        _check_alike((graphs[1], decode), (graph, own))
-    return Steps(layout, (graphs[1], decode), prefill)
+        _check_alike((first, decode), (graph, own))
+    return Steps(layout, (first, decode), prefill)
 
 
 def check_layout(model: nn.Module, graph: Graph, layout: Layout) -> None:

@@ -17,13 +17,12 @@ from autopar.collector import without_collector
 from autopar.errors import AutoparError, InternalError, MeshError, PlanError
 from autopar.ir.constraint import Constraint
 from autopar.ir.faults import faults_told
-from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, checked
 from autopar.request import memory_limit_of
 from autopar.serving.cached import checked_config
 from autopar.serving.curve import BatchLatency, LatencyCurve
 from autopar.serving.held import held_against_decoder
-from autopar.serving.planning import Layout, Steps, planned_steps, traced_steps, without_gradients
+from autopar.serving.planning import NOT_CHECKED, Layout, Steps, TracedStep, planned_steps, traced_steps, without_gradients
 from autopar.serving.program import ServedProgram, state_of
 
 
@@ -68,12 +67,12 @@ def serve(
     model.eval()
     try:
         with without_gradients(model):
-            checked_as = held_against_decoder(model, max_length) if check else "no, check=False was asked for"
+            checked_as = held_against_decoder(model, max_length) if check else NOT_CHECKED
             found: dict[int, Steps] = {}
             points = []
             for size in sizes:
-                graphs = traced_steps(model, size, max_length, lengths)
-                steps, refusals = _fastest(graphs, model, mesh, layouts, limit, constraints)
+                traced = traced_steps(model, size, max_length, lengths, check)
+                steps, refusals = _fastest(traced, model, mesh, layouts, limit, constraints)
                 points.append(BatchLatency(size, refusal="; ".join(refusals)) if steps is None else steps.latency())
                 found |= {} if steps is None else {size: steps}
     finally:
@@ -84,7 +83,7 @@ def serve(
 
 
 def _fastest(
-    graphs: Mapping[int, Graph], model: nn.Module, mesh: Mesh, layouts: Sequence[Layout], limit: int | None,
+    traced: Mapping[int, TracedStep], model: nn.Module, mesh: Mesh, layouts: Sequence[Layout], limit: int | None,
     constraints: Sequence[Constraint],
 ) -> tuple[Steps | None, list[str]]:  # fmt: skip
     """The plans of the layout whose decode step is predicted to be shortest; and why others have none."""
@@ -92,7 +91,7 @@ def _fastest(
     refusals: list[str] = []
     for layout in layouts:
         try:
-            steps = planned_steps(graphs, model, mesh, layout, limit, constraints)
+            steps = planned_steps(traced, model, mesh, layout, limit, constraints)
         except InternalError:
             raise
         except AutoparError as error:
