@@ -56,8 +56,10 @@ class Steps:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the step that takes most."""
-        return max(plan.predicted.peak_bytes for _, plan in (self.decode, *self.prefill.values()))
+        """Of the step that takes most, with the constants of the others, which stay."""
+        every = [plan.predicted for _, plan in (self.decode, *self.prefill.values())]
+        constants = [step.memory.get("constants", 0) for step in every]
+        return max(step.peak_bytes + sum(constants) - own for step, own in zip(every, constants, strict=True))
 
     def latency(self) -> BatchLatency:
         """What is predicted of the steps."""

@@ -49,7 +49,7 @@ def decoder(name: str) -> Any:
     """The model of a name, the same each time."""
     torch.manual_seed(0)
     model = DECODERS[name]().eval()
-    return model.float() if name == "mixtral" else model  # torch's grouped products have no float64
+    return model if name == "mixtral" else model.double()  # torch's grouped products have no float64
 
 
 def prompts(lengths: Sequence[int] = (3, 11, 1, 8, 5, 20)) -> list[list[int]]:

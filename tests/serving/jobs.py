@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,30 +56,31 @@ def slots(
 
 
 def peaks(
-    rank: int, world: int, source: str, state: Mapping[str, Tensor], max_length: int, lengths: Sequence[int]
-) -> tuple[dict[int, int], dict[int, dict[str, int]]]:  # fmt: skip
-    """Of each step by its columns, the most bytes that the allocator held at once; and the bytes that it sent."""
+    rank: int, world: int, source: str, state: Mapping[str, Tensor], max_length: int, batch: int, lengths: Sequence[int]
+) -> tuple[list[int], list[dict[str, int]]]:  # fmt: skip
+    """Of steps of these columns: the most bytes that torch held at once, but for what it was given; bytes that it sent.
+    """
     from autopar import runtime as rt
     from benchmarks.accuracy.lifetimes import live_storages, track
 
-    before = live_storages()
-    own = server(source, state, max_length)
-    held: dict[int, int] = {}
-    sent: dict[int, dict[str, int]] = {}
-    for steps in lengths:
-        program = own._decode if steps == 1 else own._prefill[steps]
-        batch = own.max_batch
-        inputs = {
+    given = [
+        {
             "tokens": torch.zeros(batch, steps, dtype=torch.int64), "starts": torch.zeros(batch, dtype=torch.int64),
             "lengths": torch.full((batch,), steps, dtype=torch.int64),
-        }  # fmt: skip
-        with torch.no_grad():
+        }
+        for steps in lengths
+    ]  # fmt: skip
+    before = live_storages()
+    own = server(source, state, max_length)
+    held, sent = list[int](), list[dict[str, int]]()
+    for steps, inputs in zip(lengths, given, strict=True):
+        program = own._decode if steps == 1 else own._prefill[steps]
+        program(**inputs)
+        with rt.count_bytes() as counted:
             program(**inputs)
-            with rt.count_bytes() as counted:
-                program(**inputs)
-            held[steps] = track(lambda: program(**inputs), before).peak_bytes  # noqa: B023
-        sent[steps] = {}
+        held.append(track(partial(program, **inputs), before).peak_bytes)
+        kinds = Counter[str]()
         for key, size in counted.items():
-            kind = key[0] if isinstance(key, tuple) else key
-            sent[steps][kind] = sent[steps].get(kind, 0) + size
+            kinds[key[0] if isinstance(key, tuple) else key] += size
+        sent.append({kind: size for kind, size in kinds.items() if size})
     return held, sent
