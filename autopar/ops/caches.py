@@ -20,7 +20,9 @@ from autopar.ops.local import LocalCall
 from autopar.ops.operator import Operator
 from autopar.ops.patterns import Entry
 
-torch.library.define("autopar::write_rows", "(Tensor cache, Tensor positions, Tensor rows, Tensor is_written) -> Tensor")
+torch.library.define(
+    "autopar::write_rows", "(Tensor cache, Tensor positions, Tensor rows, Tensor is_written) -> Tensor"
+)
 write_rows = torch.ops.autopar.write_rows.default
 
 

@@ -115,9 +115,11 @@ def split_lookup(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> R
 
 def attention(sizes: Sizes) -> Workspace:
     """CPUs compute scores of so many queries and up to 512 keys at a time, and backward their gradients, too, on each
-    thread: one here (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp). Where nothing is saved for a gradient, a mask of
-    truth values as one of numbers, and each query's sum of exponentials, are given back at once."""
-    alone = 0 if any(sizes.differentiable) else _masked(sizes) + max(4, sizes.itemsize) * math.prod(sizes.operands[0][:-1])
+    thread: one here (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp). Where nothing is saved for a gradient, a mask
+    of truth values as one of numbers, and each query's sum of exponentials, are given back at once."""
+    alone = (
+        0 if any(sizes.differentiable) else _masked(sizes) + max(4, sizes.itemsize) * math.prod(sizes.operands[0][:-1])
+    )
     if sizes.device_type != "cpu":
         return alone, 0
     forward, back = _scores(sizes)

@@ -95,7 +95,7 @@ class Server:
 
         Prompts may be more than slots: the next one takes the slot of a sequence that ended. choose: how tokens are
         taken, the likeliest where it is not given (`sampler`); what the first rank takes holds for all. Raises
-        ProgramError for a prompt that does not fit with its new tokens, before anything runs, and where slots are taken.
+        ProgramError, before anything runs, for a prompt that does not fit with its new tokens, and for taken slots.
         """
         ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
         waiting = deque((number, _listed(prompt)) for number, prompt in enumerate(prompts))
@@ -148,7 +148,9 @@ class Server:
 
     def _check(self, slot: int, positions: int) -> None:
         if not 0 <= slot < self.max_batch:
-            raise ProgramError(f"expected slots from 0 to {self.max_batch - 1}, found {slot}; plan for a larger max_batch")
+            raise ProgramError(
+                f"expected slots from 0 to {self.max_batch - 1}, found {slot}; plan for a larger max_batch"
+            )
         if not 0 < positions <= self.max_length:
             raise ProgramError(
                 f"expected sequences of 1 to {self.max_length} positions, found {positions} in slot {slot}; plan for a "

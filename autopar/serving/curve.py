@@ -1,8 +1,9 @@
 """How long a served model's steps take by its batch: plain frozen data, for who packs models on devices.
 
-    tokens a second = batch / decode step        in the steady state, when every sequence gets a token each step
-    a batch holds a bound where the upper end of its steps' 90% interval does; where the profile says nothing of how sure
-    it is, where the predicted step does
+tokens a second = batch / decode step        in the steady state, when every sequence gets a token each step
+a batch holds a bound where the upper end of its steps' 90% interval, times the tail, does; where the profile says
+nothing of how sure it is, the predicted step times the tail. tail: how much longer the slowest of a hundred steps
+takes than is predicted, on hosts that others share, as measured there; 1 where steps take what they take
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ class BatchLatency:
         """Tokens a second, all sequences together; 0 where it is not served."""
         return self.batch / (self.decode.predicted_ns / 1e9) if self.decode is not None else 0.0
 
-    def holds(self, decode_ns: float | None, prefill_ns: float | None = None) -> bool:
+    def holds(self, decode_ns: float | None, prefill_ns: float | None = None, tail: float = 1.0) -> bool:
         """Whether no step takes longer than its bound; None for no bound."""
         if self.decode is None:
             return False
         slowest = max((step.upper_ns for step in self.prefill.values()), default=0)
-        return (decode_ns is None or self.decode.upper_ns <= decode_ns) and (
-            prefill_ns is None or slowest <= prefill_ns
+        return (decode_ns is None or tail * self.decode.upper_ns <= decode_ns) and (
+            prefill_ns is None or tail * slowest <= prefill_ns
         )
 
 
@@ -61,21 +62,26 @@ class LatencyCurve:
 
     points: tuple[BatchLatency, ...]
 
-    def largest(self, latency_bound_ms: float | None, prefill_bound_ms: float | None = None) -> BatchLatency:
+    def largest(
+        self, latency_bound_ms: float | None, prefill_bound_ms: float | None = None, tail: float = 1.0
+    ) -> BatchLatency:
         """The largest batch that is served with every step within its bound. Raises InfeasibleError where there is
         none, naming the shortest step that there is."""
-        bounds = [None if bound is None else bound * 1e6 for bound in (latency_bound_ms, prefill_bound_ms)]
-        held = [point for point in self.points if point.holds(*bounds)]
+        decode_ns, prefill_ns = (None if ms is None else ms * 1e6 for ms in (latency_bound_ms, prefill_bound_ms))
+        held = [point for point in self.points if point.holds(decode_ns, prefill_ns, tail)]
         if held:
             return held[-1]
         served = [point for point in self.points if point.decode is not None]
         if not served:
-            raise InfeasibleError(f"no batch is served: {self.points[0].refusal if self.points else 'none was asked for'}")
+            raise InfeasibleError(
+                f"no batch is served: {self.points[0].refusal if self.points else 'none was asked for'}"
+            )
         best = min(served, key=lambda point: point.decode.upper_ns if point.decode else 0)
         assert best.decode is not None
         prompts = ", ".join(f"{step.upper_ns / 1e6:.3g} ms for prompts of {n}" for n, step in best.prefill.items())
         raise InfeasibleError(
             f"expected a decode step within {latency_bound_ms} ms and a prefill step within {prefill_bound_ms} ms, found "
-            f"{best.decode.upper_ns / 1e6:.3g} ms and {prompts or 'none'} at least, with a batch of {best.batch}; "
+            f"{best.decode.upper_ns / 1e6:.3g} ms and {prompts or 'none'} at least, with a batch of {best.batch}"
+            f"{'' if tail == 1.0 else f', and {tail:g} times that in the slowest of a hundred'}; "
             "raise the bound, take more or faster devices, or shorter prompt_lengths (longer prompts go in chunks)"
         )

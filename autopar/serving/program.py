@@ -99,5 +99,8 @@ class ServedProgram:
 
 def state_of(model: torch.nn.Module) -> dict[str, Any] | None:
     """A decoder's tensors by name; None when on meta. The cache is not among them: it begins empty."""
-    named: Sequence[tuple[str, torch.Tensor]] = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    named: Sequence[tuple[str, torch.Tensor]] = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(),
+    ]
     return None if any(x.is_meta for _, x in named) else {name: x.detach() for name, x in named}

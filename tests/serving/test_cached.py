@@ -84,14 +84,14 @@ class Kept(nn.Module):
 def test_rows_are_written_in_place_only_where_nothing_reads_what_was_there() -> None:
     inputs = {"positions": torch.tensor([[1], [2]]), "x": torch.randn(2, 2, 1, 2)}
     assert set(trace(Kept(False), inputs, mode="inference").kept_in_parts) == {"rows"}
-    with pytest.raises(TraceError, match="write_rows of a buffer that nothing else reads.*written in place"):
+    with pytest.raises(TraceError, match=r"write_rows of a buffer that nothing else reads.*written in place"):
         trace(Kept(True), inputs, mode="inference")
 
 
 def test_layouts_that_do_not_go_with_the_model_are_refused_with_the_remedy() -> None:
     model = decoder("llama")
     options: dict[str, Any] = {"max_batch": 4, "max_length": 16, "check": False}
-    with pytest.raises(PlanError, match="divides 2 key/value heads.*tp=4; take tp=2"):
+    with pytest.raises(PlanError, match=r"divides 2 key/value heads.*tp=4; take tp=2"):
         autopar.serve(model, MESH, tp=4, **options)
     with pytest.raises(MeshError, match="expected dp × tp × pp = 4 devices"):
         autopar.serve(model, MESH, dp=1, tp=1, pp=1, **options)
@@ -104,7 +104,7 @@ def test_layouts_that_do_not_go_with_the_model_are_refused_with_the_remedy() -> 
 
 
 def test_models_without_such_a_cache_are_refused_by_name() -> None:
-    with pytest.raises(PlanError, match="expected a causal decoder of transformers.*Linear"):
+    with pytest.raises(PlanError, match=r"expected a causal decoder of transformers.*Linear"):
         autopar.serve(nn.Linear(2, 2), MESH, max_batch=1, max_length=8)
     model = decoder("llama")
     kept = getattr(model.config, "layer_types", None)

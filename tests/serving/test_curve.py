@@ -30,6 +30,7 @@ def test_the_largest_batch_holds_both_bounds_with_its_interval() -> None:
     assert CURVE.largest(9.0).batch == 4
     assert CURVE.largest(8.9).batch == 2  # nine in ten steps end within 9 ms
     assert CURVE.largest(8.9, 6.0).batch == 1
+    assert CURVE.largest(9.0, tail=1.8).batch == 2  # 5 ms, and 9 ms in the slowest of a hundred
     assert CURVE.points[1].tokens_s == 400.0
     assert CURVE.points[3].tokens_s == 0.0
 

@@ -22,7 +22,15 @@ from autopar.request import memory_limit_of
 from autopar.serving.cached import checked_config
 from autopar.serving.curve import BatchLatency, LatencyCurve
 from autopar.serving.held import held_against_decoder
-from autopar.serving.planning import NOT_CHECKED, Layout, Steps, TracedStep, planned_steps, traced_steps, without_gradients
+from autopar.serving.planning import (
+    NOT_CHECKED,
+    Layout,
+    Steps,
+    TracedStep,
+    planned_steps,
+    traced_steps,
+    without_gradients,
+)
 from autopar.serving.program import ServedProgram, state_of
 
 
@@ -41,6 +49,7 @@ def serve(
     ep: int = 1,
     latency_bound_ms: float | None = None,
     prefill_bound_ms: float | None = None,
+    tail: float = 1.0,
     batches: Sequence[int] | None = None,
     memory_limit: int | None = None,
     constraints: Sequence[Constraint] = (),
@@ -54,7 +63,8 @@ def serve(
     layers; what is not given is found: of all that the mesh and the model allow, what decodes fastest and fits. ep:
     ranks of dp that share the experts of each layer. latency_bound_ms: of a decode step; prefill_bound_ms: of a prefill
     step. With a bound, the batch is the largest of `batches` (by default max_batch and what halving makes of it)
-    whose predicted steps hold it; a 90% interval's upper end, where the profile has one. memory_limit: bytes a device,
+    whose predicted steps hold it; a 90% interval's upper end, where the profile has one. tail: how much longer the
+    slowest of a hundred steps takes, measured where it serves (`curve`). memory_limit: bytes a device,
     weights and cache together. check: whether graphs and cache are held against the model where it has weights.
     The weights stay as they are, in their own dtype. Raises AutoparError subclasses; InfeasibleError when nothing fits,
     or holds the bounds.
@@ -78,7 +88,7 @@ def serve(
     finally:
         model.train(was_training)
     curve = LatencyCurve(tuple(points))
-    best = curve.largest(latency_bound_ms, prefill_bound_ms)
+    best = curve.largest(latency_bound_ms, prefill_bound_ms, tail)
     return ServedProgram(found[best.batch], curve, max_length, state_of(model), checked_as)
 
 

@@ -1,0 +1,147 @@
+"""Served decoders on CPU ranks: the batch that a latency bound allows, and steps that are measured against the bound.
+
+    python -m benchmarks.serving.run [--steps 200] [--ranks 2 4]
+
+Run from the root of the repository. A Llama of transformers with random weights is planned for gloo ranks of this host,
+under bounds of a decode step; the batch is what `autopar.serve` takes by prediction. Ranks then fill all slots and
+decode; a measured step is `Server.decode` with `Server.chosen`, as a server calls them, on the rank that took longest.
+What others run on the host comes on top: so the tail is measured first, with the smallest batch (the p99 of its steps
+over what was predicted), and bounds are 2 and 6 times that p99. Writes results.json and results.md here; ends with
+status 1 where a measured p99 is over its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import autopar
+from autopar.serving.program import state_of
+from benchmarks.facts import facts, write_record
+from tests.rank_pool import RankPool
+from tests.serving.jobs import server
+
+HERE = Path(__file__).parent
+LENGTH, PROMPT, BATCHES = 256, 64, (2, 8, 32)
+BOUNDS = (2.0, 6.0)
+"""Times the p99 of the smallest batch."""
+
+
+def model() -> Any:
+    """6.9M parameters, grouped heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=8192, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8,
+            num_key_value_heads=4, max_position_embeddings=LENGTH,
+        )
+    ).eval()  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """Milliseconds of a decode and a prefill step, and what was asked for."""
+
+    ranks: int
+    bound_ms: float
+    layout: str
+    batch: int
+    tail: float
+    predicted_ms: float
+    processor_ms: float
+    median_ms: float
+    p99_ms: float
+    predicted_prefill_ms: float
+    prefill_ms: float
+    load: float
+
+    @property
+    def holds(self) -> bool:
+        return self.p99_ms <= self.bound_ms
+
+
+def measure(rank: int, world: int, source: str, state: dict[str, Tensor], steps: int) -> tuple[list[float], ...]:
+    """Seconds of each decode step and each prefill step on one rank, and processor seconds of each decode step."""
+    own = server(source, state, LENGTH)
+    generator = torch.Generator().manual_seed(0)
+    decoded, filled, worked = list[float](), list[float](), list[float]()
+    while len(decoded) < steps:
+        own.release(range(own.max_batch))
+        prompts = {s: torch.randint(8192, (PROMPT,), generator=generator).tolist() for s in range(own.max_batch)}
+        start = time.perf_counter()
+        last = own.chosen(own.prefill(prompts))
+        filled.append(time.perf_counter() - start)
+        for _ in range(min(LENGTH - PROMPT, steps - len(decoded))):
+            start, busy = time.perf_counter(), time.process_time()
+            last = own.chosen(own.decode(last))
+            decoded.append(time.perf_counter() - start)
+            worked.append(time.process_time() - busy)
+    return decoded, filled, worked
+
+
+def row(ranks: RankPool, bound_ms: float | None, tail: float, steps: int) -> Row:
+    """Plans under the bound, and measures; without one, the smallest batch."""
+    batches = BATCHES if bound_ms is not None else BATCHES[:1]
+    program = autopar.serve(
+        model(), autopar.Mesh("cpu", devices_per_node=ranks.world), max_batch=batches[-1], max_length=LENGTH,
+        prompt_lengths=[PROMPT], batches=batches, latency_bound_ms=bound_ms, tail=tail, check=False, dp=1,
+        tp=ranks.world, pp=1,
+    )  # fmt: skip
+    found = ranks.run(measure, program.source, state_of(model()), steps)
+    decoded, filled, worked = (torch.tensor([one[kind] for one in found]).amax(0).mul(1e3) for kind in range(3))
+    own = program.latency
+    assert own.decode is not None
+    return Row(
+        ranks.world, bound_ms or float("inf"), own.layout, own.batch, tail, own.decode.predicted_ns / 1e6,
+        float(worked[1:].median()), float(decoded[1:].median()), float(decoded[1:].quantile(0.99)),
+        own.prefill[PROMPT].predicted_ns / 1e6, float(filled.median()), os.getloadavg()[0],
+    )  # fmt: skip
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as Markdown."""
+    heads = ("ranks", "layout", "bound", "tail", "batch", "predicted step", "processor time", "median", "p99", "within",
+             "prefill predicted", "prefill median", "load")  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for one in rows:
+        cells = (
+            one.ranks, one.layout, f"{one.bound_ms:.0f} ms", f"{one.tail:.1f}", one.batch, f"{one.predicted_ms:.1f} ms",
+            f"{one.processor_ms:.1f} ms", f"{one.median_ms:.1f} ms", f"{one.p99_ms:.1f} ms", "yes" if one.holds else "no",
+            f"{one.predicted_prefill_ms:.0f} ms", f"{one.prefill_ms:.0f} ms", f"{one.load:.1f}",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measures the tail, then each bound."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    options = parser.parse_args()
+    rows = []
+    for world in options.ranks:
+        ranks = RankPool(world, timeout_s=900.0)
+        first = row(ranks, None, 1.0, options.steps)
+        tail = max(1.0, first.p99_ms / first.predicted_ms)
+        rows.append(first)
+        rows += [row(ranks, factor * first.p99_ms, tail, options.steps) for factor in BOUNDS]
+        print(table(rows[-3:]), flush=True)
+        ranks.stop()
+    told = facts("benchmarks.serving.run")
+    write_record(HERE / "results", told, {"rows": [asdict(one) for one in rows]}, table(rows))
+    return 0 if all(one.holds for one in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
