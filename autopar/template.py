@@ -166,9 +166,10 @@ def template_constraints(
     """The constraints of a template on its axes.
 
     dp: inputs split by sample, and so is all that is made of them (`batch`: the tensors by name) where it can be,
-    cheaper or not: small models would rather gather the batch; caches of its sequences, too; parameters used whole, stored whole (ZeRO-0) or sharded
-    (1 to 3). hsdp: the same, with parameters sharded on it, and stored whole on dp. cp: what has positions is split by
-    them (`sequence`: the tensors by name), and so are results of attention, or by heads where `context` says it;
+    cheaper or not: small models would rather gather the batch; caches of its sequences, too; parameters used whole,
+    stored whole (ZeRO-0) or sharded (1 to 3). hsdp: the same, with parameters sharded on it, and stored whole on dp.
+    cp: what has positions is split by them (`sequence`: the tensors by name), and so are results of attention, or by
+    heads where `context` says it;
     parameters as on dp. tp: matrices are sharded where a dim divides (Megatron's column and row pairs then cost least),
     parameters stored as used; with sequence parallel, activations between blocks prefer to be split. sharing: the axes
     that share the experts; kept: which results stand for equal ones; sliced: an axis whose ranks have slices of them.

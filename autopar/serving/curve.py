@@ -73,15 +73,14 @@ class LatencyCurve:
             return held[-1]
         served = [point for point in self.points if point.decode is not None]
         if not served:
-            raise InfeasibleError(
-                f"no batch is served: {self.points[0].refusal if self.points else 'none was asked for'}"
-            )
+            why = self.points[0].refusal if self.points else "none was asked for"
+            raise InfeasibleError(f"no batch is served: {why}")
         best = min(served, key=lambda point: point.decode.upper_ns if point.decode else 0)
         assert best.decode is not None
         prompts = ", ".join(f"{step.upper_ns / 1e6:.3g} ms for prompts of {n}" for n, step in best.prefill.items())
         raise InfeasibleError(
-            f"expected a decode step within {latency_bound_ms} ms and a prefill step within {prefill_bound_ms} ms, found "
-            f"{best.decode.upper_ns / 1e6:.3g} ms and {prompts or 'none'} at least, with a batch of {best.batch}"
+            f"expected a decode step within {latency_bound_ms} ms and a prefill step within {prefill_bound_ms} ms, "
+            f"found {best.decode.upper_ns / 1e6:.3g} ms and {prompts or 'none'} at least, with a batch of {best.batch}"
             f"{'' if tail == 1.0 else f', and {tail:g} times that in the slowest of a hundred'}; "
             "raise the bound, take more or faster devices, or shorter prompt_lengths (longer prompts go in chunks)"
         )

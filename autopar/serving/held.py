@@ -1,4 +1,4 @@
-"""A decoder with its cache held against the decoder as it is: whether a cache, masks and positions tell all it needs."""
+"""A decoder with its cache held against the decoder as it is: whether cache, masks and positions tell all it needs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import torch
 from torch import nn
 
 from autopar.errors import TraceError
-from autopar.serving.cached import CachedDecoder
+from autopar.serving.cached import CachedDecoder, checked_config
 
 _MOST_POSITIONS = 96
-_SECONDS_OF_FLOPS = 20e9 * 5.0  # what a core computes in so many seconds
+_SINGLE = 5  # tokens that are decoded one by one, after two chunks
+_MOST_FLOPS = 5e11  # some ten seconds of a core
 
 
 @torch.no_grad()
@@ -19,7 +20,7 @@ def held_against_decoder(model: nn.Module, max_length: int) -> str:
     if any(x.is_meta for x in (*model.parameters(), *model.buffers())):
         return "no, the weights are on meta"
     total = min(max_length, _MOST_POSITIONS)
-    if 2 * sum(x.numel() for x in model.parameters()) * 6 * total > _SECONDS_OF_FLOPS:
+    if 2 * sum(x.numel() for x in model.parameters()) * 2 * (2 + _SINGLE) * total > _MOST_FLOPS:
         return "no, the model is too large to be run here"
     was_training = model.training
     model.eval()
@@ -30,13 +31,13 @@ def held_against_decoder(model: nn.Module, max_length: int) -> str:
 
 
 def _held(model: nn.Module, total: int) -> str:
-    config, device = model.config, next(iter(model.parameters())).device  # type: ignore[union-attr]
+    device, config = next(iter(model.parameters())).device, checked_config(model)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(int(config.vocab_size), (2, total), generator=generator).to(device)  # type: ignore[union-attr]
+    tokens = torch.randint(int(config.vocab_size), (2, total), generator=generator).to(device)
     decoder, starts = CachedDecoder(model, 2, total), torch.zeros(2, dtype=torch.int64, device=device)
-    chunk = max(1, total // 3)
+    chunk = max(1, (total - _SINGLE) // 2)
     while int(starts[0]) + 1 < total:  # the second sequence comes later, and goes slower
-        steps = chunk if int(starts[0]) + chunk < total - 4 else 1
+        steps = chunk if int(starts[0]) + chunk <= total - _SINGLE else 1
         lengths = torch.tensor([steps, 0 if not starts[0] else max(1, steps // 2)], device=device)
         rows = torch.zeros(2, steps, dtype=torch.int64, device=device)
         for row, length in enumerate(lengths.tolist()):

@@ -1,4 +1,4 @@
-"""`autopar.serve`: a decoder, a mesh, a batch and a length → prefill and decode steps over one cache, planned and emitted.
+"""`autopar.serve`: a decoder, a mesh, a batch and a length → prefill and decode over one cache, planned and emitted.
 
 trace (one graph a step, `planning.traced_steps`) → hold against the decoder (`held`) → for each batch that is asked for
 and each layout of the mesh, plans of all steps (`planning.planned_steps`), simulated → the largest batch whose steps
@@ -124,7 +124,8 @@ def _layouts(mesh: Mesh, model: nn.Module, wanted: tuple[int | None, ...], ep: i
     count, config = mesh.num_devices, checked_config(model)
     factors = [size for size in range(1, count + 1) if count % size == 0]
     given = [[size] if size is not None else factors for size in wanted]
-    found = [Layout(*sizes, ep) for sizes in itertools.product(*given) if math.prod(sizes) == count]
+    every = [Layout(one, two, three, ep) for one, two, three in itertools.product(*given)]
+    found = [one for one in every if one.dp * one.tp * one.pp == count]
     if not found:
         told = ", ".join(f"{name}={size}" for name, size in zip(("dp", "tp", "pp"), wanted, strict=True) if size)
         raise MeshError(f"expected dp × tp × pp = {count} devices of {mesh}, found {told}")

@@ -149,8 +149,8 @@ def check_layout(model: nn.Module, graph: Graph, layout: Layout) -> None:
         raise PlanError(f"expected tp that divides {heads} attention heads, found tp={layout.tp}; take a divisor")
     if kept % layout.tp:
         raise PlanError(
-            f"expected tp that divides {kept} key/value heads, of which each rank caches its own, found tp={layout.tp}; "
-            f"take tp={_divisor(kept, layout.tp)} with more of dp or pp"
+            f"expected tp that divides {kept} key/value heads, of which each rank caches its own, found tp={layout.tp}"
+            f"; take tp={_divisor(kept, layout.tp)} with more of dp or pp"
         )
     if layout.dp % layout.ep:
         raise PlanError(f"expected ep that divides dp={layout.dp}, found ep={layout.ep}; take a divisor")
@@ -163,7 +163,7 @@ def _divisor(count: int, most: int) -> int:
 
 
 def _of_cache(layout: Layout) -> list[Constraint]:
-    """Each rank of tp caches the heads that it computes; over dp, sequences are cached where they are (a template's)."""
+    """Each rank of tp caches the heads that it computes; over dp, a template has sequences cached where they are."""
     return [Constraint(f"{CACHE}.*", ("S(1)",), what="stored", axis="tp")] if layout.tp > 1 else []
 
 
@@ -200,7 +200,7 @@ def _check_alike(first: tuple[Graph, Plan], other: tuple[Graph, Plan]) -> None:
 
 
 def _blocks_by_stage(graph: Graph, pp: int) -> tuple[int, ...] | None:
-    """As many repeated blocks for each stage as is possible, equally for all steps; earlier stages have what is left."""
+    """As many repeated blocks for each stage, equally for all steps; earlier stages have those that are left."""
     if pp == 1:
         return None
     count = sum(len(group) for group in find_blocks(graph).paths)

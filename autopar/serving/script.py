@@ -23,7 +23,9 @@ MAX_LENGTH = {max_length}
 def build(weights: Path | None) -> Server:
     rank = rt.build(program.Program)
     if weights is not None:
-        print(rank.load_safetensors(weights))
+        told = rank.load_safetensors(weights)
+        if rank.number == 0:
+            print(told)
     else:
         rank.init_from(torch.load(HERE / "weights.pt", weights_only=True), broadcast=False)
     return Server(rank, MAX_LENGTH)

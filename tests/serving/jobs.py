@@ -58,7 +58,7 @@ def slots(
 def peaks(
     rank: int, world: int, source: str, state: Mapping[str, Tensor], max_length: int, batch: int, lengths: Sequence[int]
 ) -> tuple[list[int], list[dict[str, int]]]:  # fmt: skip
-    """Of steps of these columns: the most bytes that torch held at once, but for what it was given; bytes that it sent."""
+    """Of steps of these columns: the most bytes that torch held, but for what it was given; bytes that it sent."""
     from autopar import runtime as rt
     from benchmarks.accuracy.lifetimes import live_storages, track
 
