@@ -75,7 +75,7 @@ class CachedDecoder(nn.Module):
         number = torch.remainder(torch.arange(steps, device=tokens.device) + lengths[:, None], steps)
         is_new = number < lengths[:, None]
         positions = torch.remainder(starts[:, None] + number, self.max_length)
-        rows = _Rows(self.cache, positions, is_new, self.max_length)
+        rows = _StepCache(self.cache, positions, is_new, self.max_length)
         out = type(self._decoder).forward(
             self._decoder, input_ids=tokens, attention_mask=self._masks(positions), position_ids=positions,
             past_key_values=rows, use_cache=True, logits_to_keep=1,
@@ -99,7 +99,7 @@ class CachedDecoder(nn.Module):
         return wanted if len(wanted) > 1 else next(iter(wanted.values()))
 
 
-class _Rows:
+class _StepCache:
     """What layers of transformers call a cache, of one step."""
 
     is_compileable = False

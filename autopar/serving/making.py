@@ -24,9 +24,9 @@ from autopar.serving.curve import BatchLatency, LatencyCurve
 from autopar.serving.held import held_against_decoder
 from autopar.serving.planning import (
     NOT_CHECKED,
-    Layout,
+    ServedLayout,
+    StepGraph,
     Steps,
-    TracedStep,
     planned_steps,
     traced_steps,
     without_gradients,
@@ -93,7 +93,7 @@ def serve(
 
 
 def _fastest(
-    traced: Mapping[int, TracedStep], model: nn.Module, mesh: Mesh, layouts: Sequence[Layout], limit: int | None,
+    traced: Mapping[int, StepGraph], model: nn.Module, mesh: Mesh, layouts: Sequence[ServedLayout], limit: int | None,
     constraints: Sequence[Constraint],
 ) -> tuple[Steps | None, list[str]]:  # fmt: skip
     """The plans of the layout whose decode step is predicted to be shortest; and why others have none."""
@@ -118,13 +118,13 @@ def _time(steps: Steps) -> int:
     return steps.decode[1].predicted.step_time_ns
 
 
-def _layouts(mesh: Mesh, model: nn.Module, wanted: tuple[int | None, ...], ep: int) -> list[Layout]:
+def _layouts(mesh: Mesh, model: nn.Module, wanted: tuple[int | None, ...], ep: int) -> list[ServedLayout]:
     """All ways to share a model that are not excluded by what is given: (dp, tp, pp), None for any. Raises MeshError
     where they do not multiply to the devices."""
     count, config = mesh.num_devices, checked_config(model)
     factors = [size for size in range(1, count + 1) if count % size == 0]
     given = [[size] if size is not None else factors for size in wanted]
-    every = [Layout(one, two, three, ep) for one, two, three in itertools.product(*given)]
+    every = [ServedLayout(one, two, three, ep) for one, two, three in itertools.product(*given)]
     found = [one for one in every if one.dp * one.tp * one.pp == count]
     if not found:
         told = ", ".join(f"{name}={size}" for name, size in zip(("dp", "tp", "pp"), wanted, strict=True) if size)

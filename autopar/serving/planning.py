@@ -27,7 +27,7 @@ NOT_CHECKED = "no, check=False was asked for"
 
 
 @dataclass(frozen=True)
-class Layout:
+class ServedLayout:
     """How ranks share a served decoder: dp × tp × pp, experts over ep of the ranks of dp."""
 
     dp: int = 1
@@ -44,7 +44,7 @@ class Layout:
 class Steps:
     """The graph and the plan of the decode step, and of the prefill steps by their length."""
 
-    layout: Layout
+    layout: ServedLayout
     decode: tuple[Graph, Plan]
     prefill: Mapping[int, tuple[Graph, Plan]]
 
@@ -93,7 +93,7 @@ def without_gradients(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class TracedStep:
+class StepGraph:
     """A step's graph, and what came of running it beside the decoder with its cache."""
 
     graph: Graph
@@ -102,21 +102,21 @@ class TracedStep:
 
 def traced_steps(
     model: nn.Module, batch: int, max_length: int, prompt_lengths: Sequence[int], check: bool = True
-) -> dict[int, TracedStep]:
+) -> dict[int, StepGraph]:
     """The graph of each step by its columns, 1 for decode; with `check`, held against the decoder where it has weights.
     Raises TraceError, also where they differ, and PlanError."""
-    decoder, found = CachedDecoder(model, batch, max_length), dict[int, TracedStep]()
+    decoder, found = CachedDecoder(model, batch, max_length), dict[int, StepGraph]()
     device = next(iter(model.parameters())).device
     for steps in (1, *prompt_lengths):
         inputs = example(batch, steps, device)
         graph = trace(decoder, inputs, mode="inference")
         told = held_against_eager(decoder, graph, inputs, None, None) if check else NOT_CHECKED
-        found[steps] = TracedStep(graph, told)
+        found[steps] = StepGraph(graph, told)
     return found
 
 
 def planned_steps(
-    traced: Mapping[int, TracedStep], model: nn.Module, mesh: Mesh, layout: Layout, memory_limit: int | None = None,
+    traced: Mapping[int, StepGraph], model: nn.Module, mesh: Mesh, layout: ServedLayout, memory_limit: int | None = None,
     constraints: Sequence[Constraint] = (),
 ) -> Steps:  # fmt: skip
     """Plans of all steps in a layout. Raises PlanError and MeshError for one that the model does not go with, and
@@ -125,7 +125,7 @@ def planned_steps(
     check_layout(model, first, layout)
     sizes = _blocks_by_stage(first, layout.pp)
 
-    def plan(step: TracedStep, own: Sequence[Constraint]) -> Plan:
+    def plan(step: StepGraph, own: Sequence[Constraint]) -> Plan:
         found = template_of_graph(
             step.graph, mesh, dp=layout.dp, tp=layout.tp, pp=layout.pp, ep=layout.ep, layers=sizes, mode="inference",
             optimizer=None, memory_limit=memory_limit, constraints=own,
@@ -140,7 +140,7 @@ def planned_steps(
     return Steps(layout, (first, decode), prefill)
 
 
-def check_layout(model: nn.Module, graph: Graph, layout: Layout) -> None:
+def check_layout(model: nn.Module, graph: Graph, layout: ServedLayout) -> None:
     """Raises PlanError for heads or sequences that ranks cannot share as they are."""
     config = checked_config(model)
     heads, kept = int(config.num_attention_heads), int(config.num_key_value_heads)
@@ -162,7 +162,7 @@ def _divisor(count: int, most: int) -> int:
     return next(size for size in range(min(count, most), 0, -1) if count % size == 0)
 
 
-def _of_cache(layout: Layout) -> list[Constraint]:
+def _of_cache(layout: ServedLayout) -> list[Constraint]:
     """Each rank of tp caches the heads that it computes; over dp, a template has sequences cached where they are."""
     return [Constraint(f"{CACHE}.*", ("S(1)",), what="stored", axis="tp")] if layout.tp > 1 else []
 

@@ -12,7 +12,7 @@ from autopar import Mesh
 from autopar.emit import emit
 from autopar.program import load_source
 from autopar.runtime.serving import Server
-from autopar.serving.planning import Layout, Steps, TracedStep, planned_steps, traced_steps, without_gradients
+from autopar.serving.planning import ServedLayout, StepGraph, Steps, planned_steps, traced_steps, without_gradients
 from autopar.serving.program import state_of
 from tests.rank_pool import RankPool
 from tests.serving import jobs
@@ -22,29 +22,29 @@ BATCH, CHUNK, NEW = 4, 8, 8
 
 
 @cache
-def traced(name: str) -> dict[int, TracedStep]:
+def traced(name: str) -> dict[int, StepGraph]:
     with without_gradients(decoder(name)):
         return traced_steps(decoder(name), BATCH, LENGTH, (CHUNK,), check=False)
 
 
 @cache
-def planned(name: str, layout: Layout) -> tuple[Steps, str]:
+def planned(name: str, layout: ServedLayout) -> tuple[Steps, str]:
     count = layout.dp * layout.tp * layout.pp
     steps = planned_steps(traced(name), decoder(name), Mesh("cpu", devices_per_node=count), layout)
     return steps, emit(*steps.decode, list(steps.prefill.values()))
 
 
 CASES = [
-    ("llama", Layout(tp=2)), ("qwen3", Layout(tp=2)), ("llama_wide", Layout(tp=4)), ("qwen3_wide", Layout(tp=4)),
-    ("llama", Layout(dp=2, tp=2)), ("qwen3", Layout(dp=2, tp=2)), ("llama", Layout(pp=2)), ("qwen3", Layout(pp=2)),
-    ("qwen3", Layout(tp=2, pp=2)), ("mixtral", Layout(dp=2, ep=2)), ("mistral", Layout(dp=2)),
-    ("qwen3_mixed", Layout(tp=2)),
+    ("llama", ServedLayout(tp=2)), ("qwen3", ServedLayout(tp=2)), ("llama_wide", ServedLayout(tp=4)), ("qwen3_wide", ServedLayout(tp=4)),
+    ("llama", ServedLayout(dp=2, tp=2)), ("qwen3", ServedLayout(dp=2, tp=2)), ("llama", ServedLayout(pp=2)), ("qwen3", ServedLayout(pp=2)),
+    ("qwen3", ServedLayout(tp=2, pp=2)), ("mixtral", ServedLayout(dp=2, ep=2)), ("mistral", ServedLayout(dp=2)),
+    ("qwen3_mixed", ServedLayout(tp=2)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=lambda value: str(value).replace(" × ", ","))
 def test_ranks_generate_what_one_device_does(
-    name: str, layout: Layout, rank_pool: Callable[[int], RankPool]
+    name: str, layout: ServedLayout, rank_pool: Callable[[int], RankPool]
 ) -> None:  # fmt: skip
     """Prompts shorter and longer than a chunk, more of them than slots, some ended early."""
     given, source = prompts(), planned(name, layout)[1]
@@ -60,7 +60,7 @@ def test_ranks_generate_what_one_device_does(
 def test_slots_do_not_know_of_each_other(rank_pool: Callable[[int], RankPool]) -> None:
     """A sequence that waits while others are filled, refilled and decoded goes on as if it were alone."""
     model, given = decoder("qwen3"), prompts()
-    source, state = planned("qwen3", Layout(dp=2, tp=2))[1], state_of(model)
+    source, state = planned("qwen3", ServedLayout(dp=2, tp=2))[1], state_of(model)
     sequences = {
         "first": given[1], "second": given[0], "third": [*given[1], 5], "refilled": given[2],
         "fourth": [*given[1], 5, 6], "after": [*given[2], 7],
@@ -73,15 +73,15 @@ def test_slots_do_not_know_of_each_other(rank_pool: Callable[[int], RankPool]) -
 
 
 def test_what_the_first_rank_draws_holds_for_all(rank_pool: Callable[[int], RankPool]) -> None:
-    source, state = planned("llama", Layout(tp=2))[1], state_of(decoder("llama"))
+    source, state = planned("llama", ServedLayout(tp=2))[1], state_of(decoder("llama"))
     first, second = rank_pool(2).run(jobs.sample, source, state, LENGTH, prompts(), NEW)
     assert first == second
     assert first != generated(decoder("llama"), prompts(), NEW)
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize("layout", [ServedLayout(tp=2), ServedLayout(pp=2)], ids=str)
 def test_no_step_takes_more_memory_or_sends_other_bytes_than_predicted(
-    layout: Layout, rank_pool: Callable[[int], RankPool]
+    layout: ServedLayout, rank_pool: Callable[[int], RankPool]
 ) -> None:
     """The cache is written in place: it is held once."""
     (steps, source), state = planned("qwen3", layout), state_of(decoder("qwen3"))
@@ -99,7 +99,7 @@ def test_no_step_takes_more_memory_or_sends_other_bytes_than_predicted(
 
 def test_one_device_serves_too() -> None:
     """Without process groups."""
-    source = planned("llama", Layout())[1]
+    source = planned("llama", ServedLayout())[1]
     from autopar import runtime as rt
 
     rank = rt.build(load_source(source).Program)
