@@ -4,11 +4,11 @@
 
 Run from the root of the repository. A Llama of transformers with random weights is planned for gloo ranks of this host,
 with a small and a large batch. Ranks fill all slots and decode; a measured step is `Server.decode` with
-`Server.chosen`, as a server calls them, on the rank that took longest. First the tail is measured: the p99 of steps over
-what is predicted, the larger of both batches. A bound is then what either is predicted to take with that tail, and half
-as much again; `LatencyCurve.largest`, which `autopar.serve` asks, takes the batch, whose steps are measured anew. Writes
-results.json and results.md here; ends with status 1 where a measured p99 is over its bound. priority: of the ranks while
-they are measured, on a host that others use, such as -15.
+`Server.chosen`, as a server calls them, on the rank that took longest. First the tail is measured: the p99 of steps
+over what is predicted, the larger of both batches. A bound is then what either is predicted to take with that tail, and
+half as much again; `LatencyCurve.largest`, which `autopar.serve` asks, takes the batch, whose steps are measured anew.
+Writes results.json and results.md here; ends with status 1 where a measured p99 is over its bound. priority: of the
+ranks while they are measured, on a host that others use, such as -15.
 """
 
 from __future__ import annotations

@@ -35,11 +35,19 @@ def planned(name: str, layout: ServedLayout) -> tuple[Steps, str]:
 
 
 CASES = [
-    ("llama", ServedLayout(tp=2)), ("qwen3", ServedLayout(tp=2)), ("llama_wide", ServedLayout(tp=4)), ("qwen3_wide", ServedLayout(tp=4)),
-    ("llama", ServedLayout(dp=2, tp=2)), ("qwen3", ServedLayout(dp=2, tp=2)), ("llama", ServedLayout(pp=2)), ("qwen3", ServedLayout(pp=2)),
-    ("qwen3", ServedLayout(tp=2, pp=2)), ("mixtral", ServedLayout(dp=2, ep=2)), ("mistral", ServedLayout(dp=2)),
+    ("llama", ServedLayout(tp=2)),
+    ("qwen3", ServedLayout(tp=2)),
+    ("llama_wide", ServedLayout(tp=4)),
+    ("qwen3_wide", ServedLayout(tp=4)),
+    ("llama", ServedLayout(dp=2, tp=2)),
+    ("qwen3", ServedLayout(dp=2, tp=2)),
+    ("llama", ServedLayout(pp=2)),
+    ("qwen3", ServedLayout(pp=2)),
+    ("qwen3", ServedLayout(tp=2, pp=2)),
+    ("mixtral", ServedLayout(dp=2, ep=2)),
+    ("mistral", ServedLayout(dp=2)),
     ("qwen3_mixed", ServedLayout(tp=2)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=lambda value: str(value).replace(" × ", ","))
