@@ -116,7 +116,8 @@ def traced_steps(
 
 
 def planned_steps(
-    traced: Mapping[int, StepGraph], model: nn.Module, mesh: Mesh, layout: ServedLayout, memory_limit: int | None = None,
+    traced: Mapping[int, StepGraph], model: nn.Module, mesh: Mesh, layout: ServedLayout,
+    memory_limit: int | None = None,
     constraints: Sequence[Constraint] = (),
 ) -> Steps:  # fmt: skip
     """Plans of all steps in a layout. Raises PlanError and MeshError for one that the model does not go with, and
