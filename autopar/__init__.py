@@ -67,6 +67,8 @@ views.fill(
         "ladder_text": "autopar.ladders.text:ladder_text",
         "ladder_json": "autopar.ladders.form:ladder_json",
         "ladder_page": "autopar.ladders.page:ladder_page",
+        "packing_text": "autopar.colocation.text:packing_text",
+        "packing_json": "autopar.colocation.form:packing_json",
     }
 )
 

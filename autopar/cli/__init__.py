@@ -38,6 +38,7 @@ COMMANDS = {
     "profile": ("commands", "measure this host, or under torchrun the links between its ranks"),
     "launch": ("launch", "start a saved program, or write the files of a cluster"),
     "ladder": ("ladder", "plans for many meshes and batches: scaling curve, what to rent, forms for schedulers"),
+    "pack": ("pack", "which served models share which devices, so that all answer in time"),
     "audit": ("audit", "judge another framework's configuration, and better it"),
 }
 """Each command's file in this room, which has `add(parser, name)`, and what it does."""

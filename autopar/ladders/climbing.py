@@ -3,6 +3,8 @@
     settings of the rung        → estimates                 `staged.StageTemplates`, no problem solved, nothing played
     the best few                → candidates                their stages by dynamic programming
     the first few of these      → plans of the whole model, simulated                      `staged.finalists`
+    the best of other forms     → the same: estimates say little of which form is the best
+    the best of each form       → placed anew on the rung's own mesh, simulated
     the best                    → verified, with its odds, as a search of its own would return it
 
 What an estimate leaves out is much alike where as many stages hold as many samples: by how much it was off on one rung
@@ -20,11 +22,14 @@ from typing import Any
 from autopar.clock import guarded
 from autopar.driver import Candidate, chosen
 from autopar.errors import AutoparError, InfeasibleError
+from autopar.intraop import costs_of
+from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Choice, Plan
 from autopar.ir.tried import Tried
 from autopar.ladders.shared import RungLayers, SharedLayers
 from autopar.microbatch import check_plan
 from autopar.odds import Sure, with_odds
+from autopar.planning import Place
 from autopar.request import Request
 from autopar.simulate import Incremental, Timeline
 from autopar.staged.finalists import Finalists
@@ -40,6 +45,13 @@ NEAR = 1.08
 keeps others from being seen; at 1.15, most of what is looked at is far from the best."""
 LOOKED_AT = 8
 """Of these, how many: the fastest, those that fit surely, and the fastest of each number of stages."""
+NEAR_ANEW = 1.04
+"""Of the best plan's step, up to which the best of other forms are placed anew on a rung's own mesh, too. With none
+placed anew, some rungs are up to 3% slower than a search of their own finds; nearer to 2, each form is solved again."""
+LOOKED_AT_FREELY = 1
+"""Shapes whose ranks share operators, the best first, at which placements that no template has are looked at. With
+none, rungs whose batch needs such shapes are up to 15% slower than what a search of their own finds; more are more
+solves."""
 SIMULATED = ((2, 1.005), (5, 1.02))
 """Plans of one stage and of several that are simulated and fit; a further one only where it is likely to take no more
 than so many times the best, or where it is likely to undercut it by as much: estimates of one stage are within a
@@ -63,7 +75,9 @@ class Climb:
             looks = self._looks(layers)
             search = StagedSearch(layers, None, looks)
             finalists = RungFinalists(search, looks.candidates, rows.append, shared, self)
-            for best in self._best_first([self._candidate(finalists, *found) for found in finalists.plans]):
+            every = [self._candidate(finalists, *found) for found in finalists.plans]
+            every += self._placed_anew(finalists, rows.append)
+            for best in self._best_first(every):
                 try:
                     plan = best.plan
                     check_plan(layers.graph, plan)
@@ -86,6 +100,7 @@ class Climb:
                 looks.look_at_template(one.setting, one.recompute)
             if looks.fitting:
                 break
+        _look_freely(looks)
         return looks
 
     def _in_turn(self, found: Sequence[Estimated]) -> list[Estimated]:
@@ -97,6 +112,23 @@ class Climb:
         of_shapes = sorted(shapes.values(), key=lambda one: one.step_ns)
         ordered = {(one.setting, one.recompute): one for one in (*near[:1], *surely[:2], *of_shapes, *surely, *near)}
         return [*ordered.values()][:LOOKED_AT]
+
+    def _placed_anew(self, finalists: RungFinalists, note: Callable[[Tried], None]) -> list[Candidate]:
+        """The best templates again, with placements that are found on the rung's own mesh: what is stored once on so
+        many ranks may be stored in shards on others."""
+        layers = RungLayers(finalists.shared, finalists.request, at_home=True)
+        looks, wanted = Looks(layers, math.inf), set[Any]()
+        for one in finalists.away_from_home:
+            way = one.ways[0]
+            looks.look_at_template(way.setting, way.recompute)
+            wanted.add(_ways_to_run(one))
+        found: dict[Any, EstimatedStages] = {}
+        for one in looks.fitting:
+            if _ways_to_run(one) in wanted:
+                found.setdefault(_ways_to_run(one), one)
+        search = StagedSearch(layers, None, looks)
+        again = RungFinalists(search, [*found.values()], note, finalists.shared, self)
+        return [self._candidate(again, *played) for played in again.every]
 
     def odds(self, peak_bytes: int) -> float:
         """How surely that fits, where it is known; all that fits is alike where it is not."""
@@ -118,19 +150,21 @@ class Climb:
 class RungFinalists(Finalists):
     """The best candidates of a rung, played by what all rungs of a batch share."""
 
+    layered: RungLayers
+
     def __init__(
         self, search: StagedSearch, found: list[EstimatedStages], note: Callable[[Tried], None],
         shared: SharedLayers, climb: Climb,
     ) -> None:  # fmt: skip
         super().__init__(search, found, note)
-        self._every, self._climb = shared, climb
-        self._known: dict[int, Plan] = {}
+        self.shared, self._climb = shared, climb
+        self._known: dict[EstimatedStages, Plan] = {}
 
     @cached_property
     def plans(self) -> list[tuple[EstimatedStages, Timeline]]:
         """Those that fit: of what is near the fastest by corrected estimates, those first that fit most surely, as of
         plans that a profile cannot tell apart one of these is taken (`driver.chosen`)."""
-        sure, limit = self._climb.sure, self.layered.limit
+        sure = self._climb.sure
         left = sorted((c for c in self.found if c.peak_bytes <= self.layered.admitted), key=self._likely_ns)
         most_ns = self._likely_ns(left[0]) * (1 + (sure.resolution if sure is not None else 0.0)) if left else 0.0
         plans = list[tuple[EstimatedStages, Timeline]]()
@@ -144,19 +178,68 @@ class RungFinalists(Finalists):
             if is_enough or self._likely_ns(one) > like * best_ns:
                 break
             left.remove(one)
-            played = self._simulated(one)
-            if played.peak_bytes <= limit:
-                plans.append((one, played))
+            self._tried(one, plans)
+        for one in self._of_other_forms(plans):
+            self._tried(one, plans)
         return plans if sure is not None else self._kept_more(plans)
 
+    @property
+    def every(self) -> list[tuple[EstimatedStages, Timeline]]:
+        """All that fit."""
+        plans = list[tuple[EstimatedStages, Timeline]]()
+        for one in self.found:
+            self._tried(one, plans)
+        return plans
+
+    @property
+    def away_from_home(self) -> list[EstimatedStages]:
+        """The best plan of each form that is near the best, where its placements were found on another mesh."""
+        plans = sorted(self.plans, key=lambda pair: pair[1].step_time_ns)
+        best: dict[Any, EstimatedStages] = {}
+        for one, played in plans:
+            setting = one.ways[0].setting
+            is_away = setting.zero is not None and not self.layered.is_home(setting)
+            if is_away and played.step_time_ns <= NEAR_ANEW * plans[0][1].step_time_ns:
+                best.setdefault(_form(one), one)
+        return [*best.values()]
+
+    def _of_other_forms(self, plans: Sequence[tuple[EstimatedStages, Timeline]]) -> list[EstimatedStages]:
+        """Of each form of which none was simulated, the best that fits surely: estimates of one form are off alike, and
+        say less of which form is the best."""
+        best_ns = min((played.step_time_ns for _, played in plans), default=math.inf)
+        surest, known = (
+            max((self._climb.odds(p.peak_bytes) for _, p in plans), default=0.0),
+            {_form(c) for c, _ in plans},
+        )
+        found: dict[Any, EstimatedStages] = {}
+        for one in self.found:  # the fastest by estimate first
+            is_open = one.peak_bytes <= self.layered.admitted and self._climb.odds(one.peak_bytes) >= surest
+            if is_open and one.step_ns <= NEAR * best_ns and _form(one) not in known:
+                found.setdefault(_form(one), one)
+        return [*found.values()]
+
+    def _tried(self, one: EstimatedStages, plans: list[tuple[EstimatedStages, Timeline]]) -> None:
+        """Simulated, and a plan where it fits."""
+        played = self._simulated(one)
+        if played.peak_bytes <= self.layered.limit:
+            plans.append((one, played))
+
     def _simulator(self, microbatches: int) -> Incremental:
-        return self._every.simulator(microbatches)
+        return self.shared.simulator(microbatches)
 
     def _built(self, candidate: EstimatedStages) -> Plan:
         """Once, for simulating and for stating it."""
-        if id(candidate) not in self._known:
-            self._known[id(candidate)] = super()._built(candidate)
-        return self._known[id(candidate)]
+        if candidate not in self._known:
+            self._known[candidate] = super()._built(candidate)
+        return self._known[candidate]
+
+    def _placed_as(self, way: StageStrategy, again: tuple[str, ...]) -> Plan:
+        """Placements of its home on the rung's own mesh: what converts one into another there may be another way."""
+        part, request = self.layered.part(way.setting.microbatches), self.request
+        draft = Place(part, way.setting.axes, request, self.layered.profile).draft()
+        home = self.layered.place_of(way.setting).placements
+        own = replace(home, draft=draft, costs=costs_of(part.graph, draft, self.layered.shared))
+        return own.placed(replace(draft, recompute=again), part.graph, way.choice.choice)
 
     def _likely_ns(self, candidate: EstimatedStages) -> float:
         """By how far off candidates that are alike were, on this rung or one before."""
@@ -172,6 +255,31 @@ class RungFinalists(Finalists):
     def _explained(self, way: StageStrategy) -> tuple[Choice, ...]:
         """Each decision against the others of its template."""
         return self.layered.place_of(way.setting).placements.explained(way.choice.choice)
+
+
+def _look_freely(looks: Looks) -> None:
+    """At placements that no template has, in the best shapes whose ranks share operators: with as many microbatches,
+    and with more and fewer as long as that is likely to gain something."""
+    search = StagedSearch(looks.layered, None, looks)
+    shapes: dict[LogicalMesh, Setting] = {}
+    for one in looks.fitting:
+        setting = one.ways[0].setting
+        if len(setting.axes) > 1 and not setting.sharing:
+            shapes.setdefault(setting.axes, setting)
+    for setting in [*shapes.values()][:LOOKED_AT_FREELY]:
+        search.climb_freely(setting)
+
+
+def _ways_to_run(candidate: EstimatedStages) -> tuple[Any, ...]:
+    """All but its placements and where its stages begin."""
+    way = candidate.ways[0]
+    return way.setting, way.recompute, candidate.schedule, len(candidate.ways)
+
+
+def _form(candidate: EstimatedStages) -> tuple[Any, ...]:
+    """Stages, ranks of tensor parallelism, and whether its placements are a template's."""
+    setting = candidate.ways[0].setting
+    return _shape(setting), setting.zero is None
 
 
 def _likeness(candidate: EstimatedStages, batch: int) -> tuple[Any, ...]:

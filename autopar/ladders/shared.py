@@ -76,9 +76,14 @@ def shared_layers(
 class RungLayers(Layered):
     """A model's layers on the devices of one rung, which costs are those of their homes."""
 
-    def __init__(self, shared: SharedLayers, request: Request) -> None:
+    def __init__(self, shared: SharedLayers, request: Request, at_home: bool = False) -> None:
+        """at_home: all is placed on this rung's own mesh."""
         vars(self).update(shared.known())
-        self._homes, self.request = shared.homes, request
+        self._homes, self.request = {} if at_home else shared.homes, request
+
+    def is_home(self, setting: Setting) -> bool:
+        """Whether placements of a setting are found on this rung's mesh."""
+        return self._home(setting) == (self, setting)
 
     def place_of(self, setting: Setting) -> Place:
         """The intra-op problem of its home."""
@@ -108,7 +113,7 @@ class RungLayers(Layered):
         samples = self.batch // setting.microbatches // ranks if setting.zero is not None else (self.request.mesh,)
         is_inside = setting.num_devices <= self.request.mesh.devices_per_node
         stored = setting.zero, setting.splits_sequence, setting.num_stages > 1, is_inside, setting.microbatches > 1
-        free = () if setting.zero is not None else (setting,)
+        free = () if setting.zero is not None else (self.batch, setting)
         return self._homes.setdefault((names, shared, samples, stored, free), (self, setting))
 
     @cached_method

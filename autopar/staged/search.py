@@ -141,6 +141,16 @@ class StagedSearch:
         self.looks.trade(every, self.clock)
         return self.looks.candidates
 
+    def climb_freely(self, template: Setting) -> None:
+        """From a template on: looks at placements that are free of it, in as many microbatches, and in more and fewer
+        as long as these are likely to get better."""
+        free = replace(template, zero=None, splits_sequence=False, sharing=())
+        looked = [free]
+        self.looks.look(free, is_near=True)
+        for step in (-1, 1):
+            looked += self._on_the_way(free, self.counts.beside(free, step), self.clock)
+        self.looks.trade(looked, self.clock)
+
     def _look_at_templates(self, clock: Clock) -> list[Setting]:
         """Templates on the best setting of each logical shape; from the best of each on, with more and fewer
         microbatches as long as it is likely to get better.

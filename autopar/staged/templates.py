@@ -123,22 +123,30 @@ class StageTemplates:
 
     def _of_shape(self, tp: int, ep: int, sharing: tuple[str, ...]) -> list[Estimated]:
         """More samples a microbatch are looked at as long as they gain something, or each takes less where it is too
-        slow: what launches bind with one may be the best with four."""
-        found, best_ns = list[Estimated](), NEVER
+        slow: what launches bind with one may be the best with four. Where one stage is among them, numbers of samples
+        that as many stages as are the best cannot share equally say nothing of more.
+        """
+        found, best = list[Estimated](), None
         most = MOST_SAMPLES_ALONE if self.one_stage else MOST_SAMPLES
         for samples in (count for count in divisors(self.layered.batch) if count <= most):
-            before, here = self._least_of_tp, [*self._of_microbatch(tp, ep, sharing, samples)]
+            every = [replace(one, sharing=sharing) for one in self._on_stages(tp, ep, samples)]
+            before, here = self._least_of_tp, [*self._of_microbatch(every)]
             found += here
-            here_ns = min((one.step_ns for one in here), default=NEVER)
-            if here_ns >= best_ns and not (self._is_slow and self._least_of_tp <= LESS_EACH * before):
+            first = min(here, key=lambda one: one.step_ns, default=None)
+            gains = first is not None and (best is None or first.step_ns < best.step_ns)
+            may_gain = self._is_slow and self._least_of_tp <= LESS_EACH * before
+            is_told = (
+                not self.one_stage or best is None or any(one.num_stages == best.setting.num_stages for one in every)
+            )
+            if is_told and not gains and not may_gain:
                 break
-            best_ns = min(best_ns, here_ns)
+            best = first if gains else best
         return found
 
-    def _of_microbatch(self, tp: int, ep: int, sharing: tuple[str, ...], samples: int) -> Iterator[Estimated]:
-        """With so many samples a rank and microbatch, on any number of stages, in each way to store what stays."""
-        every, self._is_slow = [replace(one, sharing=sharing) for one in self._on_stages(tp, ep, samples)], False
-        slow = dict[bool, bool]()
+    def _of_microbatch(self, every: Sequence[Setting]) -> Iterator[Estimated]:
+        """Of settings with as many samples a rank and microbatch, on any number of stages, in each way to store what
+        stays."""
+        self._is_slow, slow = False, dict[bool, bool]()
         for zero, is_one in product((0, *_ZERO_ALONE), (False, True)):
             alike = [one for one in every if one.zero == zero and (one.num_stages == 1) == is_one]
             if alike and not (slow.get(is_one) and zero > _ZERO[0]):  # no less is computed with less stored

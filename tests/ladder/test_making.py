@@ -29,7 +29,7 @@ def large() -> autopar.Ladder:
         model = llama.build(LARGE).to(torch.bfloat16)
         inputs = {name: torch.empty((256, 2048), dtype=torch.long) for name in ("tokens", "labels")}
     return autopar.ladder(
-        model, inputs, meshes(16, 32), global_batches=(128, 256), prices={H100: 2.0}, tokens=1e9, deadline=10.0,
+        model, inputs, meshes(16, 32), global_batches=(96, 128, 256), prices={H100: 2.0}, tokens=1e9, deadline=10.0,
     )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def test_rungs_are_about_as_good_as_searches_of_their_own() -> None:
     with torch.device("meta"):
         model = llama.build(LARGE).to(torch.bfloat16)
     ladder = large()
-    assert [(r.devices, r.global_batch) for r in ladder.rungs] == [(n, b) for b in (128, 256) for n in (16, 32)]
+    assert [(r.devices, r.global_batch) for r in ladder.rungs] == [(n, b) for b in (96, 128, 256) for n in (16, 32)]
     assert all(rung.how == "shared" for rung in ladder.rungs)
     for rung in ladder.rungs[-1:]:
         shape = (rung.global_batch, 2048)
@@ -49,6 +49,12 @@ def test_rungs_are_about_as_good_as_searches_of_their_own() -> None:
         autopar.verify(rung.plan, model, inputs)
         again = autopar.parallelize(model, rung.mesh, inputs, plan=rung.plan, check=False)
         assert again.plan.predicted == rung.plan.predicted and "class Program" in again.source
+
+
+def test_samples_that_one_stage_cannot_share_equally_hide_no_others() -> None:
+    """Of six a rank it takes all at once, though four are none that 16 ranks have, and on two stages are slower."""
+    rung = next(rung for rung in large().rungs if (rung.devices, rung.global_batch) == (16, 96))
+    assert rung.plan is not None and len(rung.plan.stages) == 1 and rung.plan.microbatches == 1
 
 
 def test_a_ladder_says_what_each_rung_does() -> None:

@@ -1,0 +1,48 @@
+"""What rungs share, and what each has of its own: where placements are found."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+import autopar
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import make_axes
+from autopar.ladders.shared import RungLayers, SharedLayers, shared_layers
+from autopar.profiler import load_profile
+from autopar.request import BUDGETS, Request
+from autopar.staged.ways import Setting
+from autopar.trace import trace
+from models import llama
+from tests.oracles.frozen.cases import PROFILES
+
+H100 = PROFILES["h100"]
+CONFIG = llama.Config(4_000, 256, num_layers=4, hidden_size=256, num_heads=4, num_kv_heads=4, mlp_size=512)
+
+
+@functools.cache
+def graph(batch: int) -> Graph:
+    with torch.device("meta"):
+        model, tokens = llama.build(CONFIG).to(torch.bfloat16), torch.empty((batch, 256), dtype=torch.long)
+        return trace(model, {"tokens": tokens, "labels": tokens})
+
+
+def request(nodes: int, devices: int) -> Request:
+    mesh = autopar.Mesh(H100, nodes=nodes, devices_per_node=devices)
+    return Request(mesh, "train", "adamw", None, (), BUDGETS["fast"])
+
+
+def shared(batch: int, beside: SharedLayers | None = None) -> SharedLayers:
+    return shared_layers(graph(batch), request(1, 4), load_profile(H100), beside)
+
+
+def test_placements_that_are_free_are_of_one_batch() -> None:
+    """Templates with as many samples a rank have one home, whatever the batch; a free choice is of its shapes."""
+    first = shared(16)
+    second = shared(8, first)
+    one, other = (RungLayers(every, request(1, 4)) for every in (first, second))
+    axes = make_axes(("dp", "tp"), (2, 2))
+    assert one.is_home(Setting(axes, 4, 1, 4, 1)) and not other.is_home(Setting(axes, 4, 1, 2, 1))
+    assert one.is_home(Setting(axes, 4, 1, 4)) and other.is_home(Setting(axes, 4, 1, 4))
+    assert RungLayers(second, request(1, 4), at_home=True).is_home(Setting(axes, 4, 1, 2, 1))
