@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autopar.pipeline import template_plan as template_plan
     from autopar.pipeline import verify as verify
     from autopar.request import SearchBudget as SearchBudget
+    from autopar.serving import serve as serve
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ _HOMES = {
     "ladder": "autopar.ladders",
     "parallelize": "autopar.pipeline",
     "register_rule": "autopar.ops",
+    "serve": "autopar.serving",
     "template_plan": "autopar.pipeline",
     "verify": "autopar.pipeline",
 }

@@ -166,9 +166,10 @@ def template_constraints(
     """The constraints of a template on its axes.
 
     dp: inputs split by sample, and so is all that is made of them (`batch`: the tensors by name) where it can be,
-    cheaper or not: small models would rather gather the batch; parameters used whole, stored whole (ZeRO-0) or sharded
-    (1 to 3). hsdp: the same, with parameters sharded on it, and stored whole on dp. cp: what has positions is split by
-    them (`sequence`: the tensors by name), and so are results of attention, or by heads where `context` says it;
+    cheaper or not: small models would rather gather the batch; caches of its sequences, too; parameters used whole,
+    stored whole (ZeRO-0) or sharded (1 to 3). hsdp: the same, with parameters sharded on it, and stored whole on dp.
+    cp: what has positions is split by them (`sequence`: the tensors by name), and so are results of attention, or by
+    heads where `context` says it;
     parameters as on dp. tp: matrices are sharded where a dim divides (Megatron's column and row pairs then cost least),
     parameters stored as used; with sequence parallel, activations between blocks prefer to be split. sharing: the axes
     that share the experts; kept: which results stand for equal ones; sliced: an axis whose ranks have slices of them.
@@ -186,6 +187,7 @@ def template_constraints(
         return ("S(0)",) if is_split else ("R", "I")
 
     found: list[Constraint] = []
+    caches = {name for name, item in graph.kept_in_parts.items() if item.kind == "buffer"}
     for data in (name for name in DATA if name in names):
         is_sharded = zero > 0 and data in (sharded, "ep_nodes", "ep")
         stored = ("S",) if is_sharded else ("I", "R")  # R: a frozen parameter has no gradient to keep whole
@@ -196,7 +198,9 @@ def template_constraints(
         ]
         found += [Constraint(name, given(name), what="input", axis=data) for name in graph.inputs]
         own = expert_parameters(graph, data == sliced) if data == sliced or data in sharing else set[str]()
+        own |= caches
         found += others_on(graph, whole, own) if own else whole
+        found += [Constraint(name, ("S(0)",), what="stored", axis=data) for name in sorted(caches)]
         found += [Constraint(name, (str(type_),), what="tensor", axis=data, soft=True) for name, type_ in batch.items()]
     if "cp" in names:
         size = next(axis.size for axis in axes if axis.name == "cp")

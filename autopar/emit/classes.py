@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from autopar.emit.again import ToldAgain
 from autopar.emit.attributes import Attributes
 from autopar.emit.calls import CallWriter, local_lengths, rank_length
-from autopar.emit.literals import constant_text
+from autopar.emit.literals import constant_text, starts_empty
 from autopar.emit.module import Module
 from autopar.emit.names import Names, attribute, class_name, escaped, is_number, keywords
 from autopar.emit.packed import pieces_text
@@ -119,6 +119,7 @@ class ClassWriter:
             persistent = "" if stored.persistent and stored.kind == "buffer" else ", persistent=False"
             has_value = stored.kind == "constant" or stored.tensor in self.graph.starts
             value = f", value={constant_text(self.graph, stored)}" if has_value else ""
+            value = ", value=0.0" if starts_empty(self.graph, stored) else value
             return f"rt.Buffer({kept}, {self.text(storage.placement)!r}{persistent}{value}{compute})"
         ways = tuple(self.way(stored, use) for use in self.uses(stored))
         parts = [kept, f"stored={self.text(storage.placement)!r}", f"uses={ways!r}"]

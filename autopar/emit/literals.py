@@ -34,9 +34,18 @@ def constant_text(graph: Graph, stored: Stored) -> str:
 
 def unsaved_text(graph: Graph) -> str:
     """The known values of buffers that no state_dict holds, by name, exact."""
-    wanted = {item.name for item in graph.stored if item.kind == "buffer"}
+    wanted = {item.name for item in graph.stored if item.kind == "buffer" and not starts_empty(graph, item)}
     known = {name: value for name, value in graph.unsaved.items() if name in wanted}
     return ", ".join(f"{name!r}: {literal_text(value.detach().cpu().tolist())}" for name, value in known.items())
+
+
+def starts_empty(graph: Graph, stored: Stored) -> bool:
+    """Whether it is a cache, kept by no state_dict, that begins with zeros: those that the model has, or of a model on
+    meta, where rows count from when they are written."""
+    if stored.kind != "buffer" or stored.persistent or stored.name not in graph.kept_in_parts:
+        return False
+    value = graph.unsaved.get(stored.name)
+    return value is None or not bool(value.any())
 
 
 def literal_text(value: Any) -> str:

@@ -240,7 +240,7 @@ class _Builder:
         return list(dict.fromkeys(strategy.operands[position] for strategy in strategies))
 
     def _storages(self, stored: Stored, tensor: Tensor) -> tuple[list[Storage], list[int]]:
-        if stored.kind != "parameter":
+        if stored.name not in self.graph.kept_in_parts:
             return [Storage((R,) * len(self.axes))], [0]
         every = self.storage_options(tensor, self.axes)
         options = tuple(o for o in every if leaves_none_empty(tensor.shape, o.placement, self.axes))
@@ -372,13 +372,13 @@ class _Builder:
                 self.edges[edge] += self.copies.get(node.name, 1)
 
     def _outputs(self) -> None:
-        parameters = self.graph.parameter_by_name
+        in_parts = self.graph.kept_in_parts
         for stored, name in self.graph.mutations.items():
-            if stored in parameters:
+            if stored in in_parts:
                 source, result = self._variable_of(name)
-                kept, _ = self._variable_of(parameters[stored].tensor)
+                kept, _ = self._variable_of(in_parts[stored].tensor)
                 self.edges[source, result, kept, 0, name] += 1
-        updates = (name for stored, name in self.graph.mutations.items() if stored not in parameters)
+        updates = (name for stored, name in self.graph.mutations.items() if stored not in in_parts)
         for name in dict.fromkeys((*self.graph.outputs, *updates)):
             whole = (I if self.graph.tensors[name].differentiable else R,) * len(self.axes)
             self._add("output", name, [whole], 1, [0], [0])

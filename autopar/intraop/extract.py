@@ -36,7 +36,7 @@ def extract(
     ends: list[tuple[str, Placement]] = [(name, chosen("output", name)) for name in graph.outputs]
     for stored, name in graph.mutations.items():  # a deeper graph has more of them than the problem's
         whole = (I if graph.tensors[name].differentiable else R,) * len(axes)
-        own = graph.parameter_by_name.get(stored)
+        own = graph.kept_in_parts.get(stored)
         ends.append((name, whole if own is None else of_new_value(storage[own.tensor].placement, axes)))
     return inputs, storage, nodes, _redistributes(graph, inputs, storage, nodes, ends, path)
 

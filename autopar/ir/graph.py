@@ -30,6 +30,8 @@ EXPECTED = "routing"
 BY_LOAD = "exchange"
 #: the argument that says what travels, by load, where experts are sliced
 SLICES = "slices"
+#: writes rows of a cache, a buffer that is kept from step to step, in place (`ops.caches`)
+WRITE_ROWS = "autopar.write_rows.default"
 #: the argument that says how many experts, those with most rows of the moment, every rank computes
 REPLICAS = "replicas"
 
@@ -220,6 +222,16 @@ class Graph:
     def parameter_by_name(self) -> dict[str, Stored]:
         """By name in the model."""
         return {item.name: item for item in self.parameters}
+
+    @cached_property
+    def kept_in_parts(self) -> dict[str, Stored]:
+        """By name in the model: what may be sharded though forward updates it, since its new value ends as it is
+        stored: parameters, and caches, whose rows are written in place. Other buffers are whole on every rank."""
+        return self.parameter_by_name | {item.name: item for item in self.stored if self._is_cache(item)}
+
+    def _is_cache(self, item: Stored) -> bool:
+        node = self.producers.get(self.mutations.get(item.name, ""))
+        return node is not None and node.op == WRITE_ROWS and node.operands[0] == item.tensor
 
     @cached_property
     def updates(self) -> dict[str, tuple[str, ...]]:

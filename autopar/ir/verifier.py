@@ -216,7 +216,7 @@ def _sources(graph: Graph, stage: StagePlan) -> dict[str, Placement]:
     for stored in graph.stored:
         storage = stage.storage[stored.tensor]
         _check_storage(graph, graph.tensors[stored.tensor], storage, stage.axes)
-        is_updated = stored.name in graph.mutations and stored.kind != "parameter"
+        is_updated = stored.name in graph.mutations and stored.name not in graph.kept_in_parts
         if storage.on_host and (stored.kind != "parameter" or not stored.requires_grad or stage.mode != "train"):
             where = _maker(graph, stored.tensor)
             raise PlanError(
@@ -350,10 +350,10 @@ def ending(graph: Graph, stage: Stage) -> list[tuple[str, Placement]]:
 
 def update_placement(graph: Graph, stage: Stage, name: str, storage: Mapping[str, Storage] | None = None) -> Placement:
     """The placement of what a buffer or parameter, by its name in the model, becomes. storage: if not the plan's."""
-    parameter = graph.parameter_by_name.get(name)
-    if parameter is None:
+    kept = graph.kept_in_parts.get(name)
+    if kept is None:
         return output_placement(graph, stage, graph.mutations[name])
-    return of_new_value((storage or stage.storage)[parameter.tensor].placement, stage.axes)
+    return of_new_value((storage or stage.storage)[kept.tensor].placement, stage.axes)
 
 
 def output_placement(graph: Graph, stage: Stage, name: str) -> Placement:

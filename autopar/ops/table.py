@@ -16,6 +16,7 @@ from autopar.ir.placement import P, R, S
 from autopar.ir.structure import RANDOM
 from autopar.ops import in_bits, kinds, proofs, saved, views, work, workspace
 from autopar.ops.attention import ATTENTION
+from autopar.ops.caches import CACHES
 from autopar.ops.call import Call, base_name, overload
 from autopar.ops.context import CONTEXT
 from autopar.ops.dropout import RANDOMNESS
@@ -233,6 +234,7 @@ OPERATORS: dict[str, Operator] = {
     **_named("zeros_like ones_like full_like empty_like", kinds.LIKE),
     # point by point
     OVERWRITTEN: kinds.NO_WORK.by(local=overwritten_call, linear="PP"),
+    **CACHES,
     "aten.add.Tensor": kinds.TERMS.by(passes=saved.gradients_of_sum, linear="PP"),
     "aten.sub.Tensor": kinds.TERMS.by(passes=saved.gradient_of_minuend, linear="PP"),
     **_named("rsub", kinds.TERMS),

@@ -335,6 +335,11 @@ def _lookup_bytes(call: WorkKey) -> int:
     return 2 * call.result_bytes + sum(call.operand_bytes[1:])
 
 
+def _cached_bytes(call: WorkKey) -> int:
+    """Rows are read, and as many written; what they replace is read for rows that stay as they are."""
+    return 3 * call.operand_bytes[2] + call.operand_bytes[1] + call.operand_bytes[3]
+
+
 def _lookup_gradient(call: WorkKey) -> Work:
     """The table's gradient is cleared and the looked-up rows are added to it."""
     return Work(0, sum(_differentiable_bytes(call)) + 3 * call.result_bytes, 2)
@@ -490,6 +495,7 @@ SOFTMAX = WorkKind("softmax")
 ROWS = WorkKind("gather", moved=_row_bytes, gradient=_lookup_gradient)
 LOOKUP = WorkKind("gather", moved=_lookup_bytes, gradient=_lookup_gradient)
 SCATTER = WorkKind("gather")
+CACHED_ROWS = WorkKind("gather", moved=_cached_bytes, gradient=_no_gradient)
 CROSS_ENTROPY = WorkKind("cross_entropy", moved=_cross_entropy_bytes, gradient=_cross_entropy_gradient)
 NLL = WorkKind("gather", moved=_lookup_bytes, gradient=_reduction_gradient)
 DROPOUT = WorkKind("dropout")

@@ -116,9 +116,25 @@ def split_lookup(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> R
 
 def attention(sizes: Sizes) -> Workspace:
     """CPUs compute scores of so many queries and up to 512 keys at a time, and backward their gradients, too, on each
-    thread: one here (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp)."""
+    thread: one here (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp). Where nothing is saved for a gradient, a mask
+    of truth values as one of numbers, and each query's sum of exponentials, are given back at once."""
+    alone = (
+        0 if any(sizes.differentiable) else _masked(sizes) + max(4, sizes.itemsize) * math.prod(sizes.operands[0][:-1])
+    )
     if sizes.device_type != "cpu":
-        return 0, 0
+        return alone, 0
+    forward, back = _scores(sizes)
+    return forward + alone, back
+
+
+def _masked(sizes: Sizes) -> int:
+    """Of a mask of truth values, as it is added to scores."""
+    if len(sizes.operands) < 4 or len(sizes.operand_itemsizes) < 4 or sizes.operand_itemsizes[3] > 1:
+        return 0
+    return math.prod(sizes.operands[3]) * sizes.itemsize
+
+
+def _scores(sizes: Sizes) -> Workspace:
     query, width = sizes.operands[0], max(4, sizes.itemsize)
     if sizes.operands[2][-1] != sizes.operands[1][-1]:  # by hand: all scores, and backward their gradients
         every = width * math.prod(query[:-1]) * sizes.operands[1][-2]

@@ -88,7 +88,8 @@ class Parameter:
 class Buffer:
     """A buffer or a constant of the model by global shape. Never differentiated; converted at its use.
 
-    `value`: nested lists that hold all of a constant, which no state brings, or what a buffer of the loss starts from.
+    `value`: nested lists that hold all of a constant, which no state brings, or what a buffer of the loss starts from;
+    a number where all elements of a cache start from it.
     `compute`: the dtype in which the program reads and updates it, where it is stored in another.
     """
 

@@ -125,8 +125,10 @@ class Local:
 
     def _take_updates(self, holder: Parameters) -> None:
         """Keeps what forward has set; copied where it is memory of what is stored or used, which changes first, or a
-        part of something larger."""
+        part of something larger. What was written in place is stored already."""
         for attribute, value in holder.pending_updates.items():
+            if value is self._targets[holder, attribute].local:
+                continue
             memory = value.untyped_storage()
             is_own = memory._cdata in self._own_memory or memory.nbytes() > value.numel() * value.element_size()
             self._targets[holder, attribute].take_update(value.clone() if is_own else value)

@@ -70,15 +70,19 @@ def make_buffer(
 ) -> StoredBuffer:  # fmt: skip
     """Makes this rank's part of a buffer, not yet loaded but for a constant, and puts it in its holder.
 
-    known: what another stage on this rank has made of it, to be shared. start: its first value, as nested lists.
+    known: what another stage on this rank has made of it, to be shared. start: its first value, as nested lists, or the
+    number that is everywhere.
     """
     start = declared.value if start is None else start
     types = parse_placement(declared.placement, len(mesh.axes))
     shape = local_shape(declared.shape, types, mesh.axes)
     local = known.local if known is not None else unset_tensor(shape, declared.dtype, mesh.device)
     if start is not None and known is None:
-        whole = torch.tensor(start, dtype=declared.dtype).reshape(declared.shape)
-        local.copy_(whole[local_slices(declared.shape, types, mesh.axes)])
+        if isinstance(start, list):
+            whole = torch.tensor(start, dtype=declared.dtype).reshape(declared.shape)
+            local.copy_(whole[local_slices(declared.shape, types, mesh.axes)])
+        else:
+            local.fill_(start)
     sharded = any(kind.is_shard for kind in types)
     used = local if declared.compute in (None, declared.dtype) else local.to(declared.compute)
     holder.__dict__[attribute] = used

@@ -313,9 +313,9 @@ class Space:
 
     @cached_property
     def _meets(self) -> dict[str, tuple[str, ...]]:
-        """By node: what it reads and makes; by parameter that forward updates: itself and what it becomes."""
+        """By node: what it reads and makes; by parameter or cache that forward updates: itself and what it becomes."""
         nodes = {node.name: tuple(dict.fromkeys((*node.operands, *node.results))) for node in self.graph.nodes}
-        updated = ((item, self.graph.mutations.get(name)) for name, item in self.graph.parameter_by_name.items())
+        updated = ((item, self.graph.mutations.get(name)) for name, item in self.graph.kept_in_parts.items())
         return nodes | {item.tensor: (item.tensor, new) for item, new in updated if new is not None}
 
     def conversion(self, tensor: str, source: Placement, target: Placement) -> Redistribute | None:

@@ -116,6 +116,8 @@ class Held:
         _set_random_state(self.subject, self.drawn[2])
         self.values.restore()
         for tensor, requires_grad, gradient in self.flags:
+            if not tensor.is_leaf:  # a buffer that forward writes to with a gradient, such as a cache
+                tensor.detach_()
             if tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
             tensor.grad = gradient

@@ -19,6 +19,7 @@ from torch import nn
 
 from autopar.ir.graph import Graph
 from autopar.ir.sharing import share
+from autopar.ops.caches import check_caches
 from autopar.trace.buffers import all_on_meta, unsaved_buffers
 from autopar.trace.clean import clean
 from autopar.trace.convert import convert
@@ -81,6 +82,7 @@ def trace(
         graph = with_wide_buffers(graph, buffer_dtypes(whole), str(compute_dtype).removeprefix("torch."))
     routed = clean(fuse_routing(clean(without_counting(with_parts_joined(clean(graph))))))
     graph = share(number(with_offsets(clean(with_leading_batch(routed)))))
+    check_caches(graph)
     if compute_dtype is None:
         return graph
     check_one_dtype(graph, compute_dtype)

@@ -193,5 +193,15 @@ def ctc() -> list[Sample]:
     ]
 
 
+def caches() -> list[Sample]:
+    """Rows of sequences that are of other lengths, some of which write nothing."""
+    op, positions = "autopar.write_rows.default", (torch.arange(3) + torch.tensor([[5], [0], [4], [2]])) % 8
+    is_written = torch.arange(3) < torch.tensor([[3], [0], [1], [2]])
+    return [
+        Sample(op, (f(4, 6, 8, 2).detach(), positions, f(4, 6, 3, 2).detach(), is_written), {}, True),
+        Sample(op, (f(4, 6, 8, 2).detach(), positions[:, :1], f(4, 6, 1, 2).detach(), is_written[:, :1]), {}, True),
+    ]
+
+
 def long_tail() -> list[Sample]:
-    return [sample for group in (lookups, writes, selections, sums, others, ctc) for sample in group()]
+    return [sample for group in (lookups, writes, selections, sums, others, ctc, caches) for sample in group()]
