@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -314,7 +315,7 @@ IMAGES: dict[str, Operator] = {
     "aten.conv_transpose2d.input": _TRANSPOSED,
     "aten.conv_transpose3d.input": _TRANSPOSED,
     **{f"aten.max_pool{n}d.default": _MAX_POOL for n in (1, 3)},
-    "aten.max_pool2d.default": _MAX_POOL.by(in_bits=pool_in_bits(_max_pool_in_bits)),
+    "aten.max_pool2d.default": replace(_MAX_POOL, in_bits=pool_in_bits(_max_pool_in_bits)),
     **{f"aten.avg_pool{n}d.default": _AVG_POOL for n in (1, 2, 3)},
     **{f"aten.adaptive_max_pool{n}d.default": _MAX.by(passes_leading_dims(n), work=work.ADAPTIVE_MAX_POOL)
        for n in (1, 2, 3)},

@@ -14,6 +14,7 @@ from autopar import runtime as rt
 from autopar.emit.calls import CallWriter
 from autopar.ir.graph import SLICES, Node
 from autopar.ir.placement import local_shape
+from autopar.ir.plan import NodePlan
 from autopar.ir.statements import Operate
 from autopar.ops.call import Call
 from autopar.ops.communication import count_of_targets, inner_communication
@@ -34,7 +35,8 @@ _AS_TORCH_SEES = {"ring": "send"}
 
 def call_text(case: Case, layout: Layout) -> str:
     """The call in an emitted program; operands are x0, x1, …, axes have their names."""
-    plan: Any = SimpleNamespace(axes=layout.axes)
+    nodes = {case.node.name: NodePlan(tuple(layout.operands), tuple(layout.results))}
+    plan: Any = SimpleNamespace(axes=layout.axes, nodes=nodes)
     reads = tuple(zip(case.node.operands, layout.operands, strict=True))
     makes = tuple(zip(case.node.results, layout.results, strict=True))
     statement = Operate(case.node, reads, makes, case.node.scope)

@@ -14,7 +14,8 @@ from autopar.ops.table import OPERATORS, operator
 from tests.ops.interpreter import make_case
 
 ROOT = Path(__file__).parents[2]
-NAMING = ("ops", "runtime", "ir", "trace", "substitute", "profiler")  # what is emitted, read, rewritten and measured
+#: what is emitted, read, rewritten, measured, and written down instead of traced
+NAMING = ("ops", "runtime", "ir", "trace", "substitute", "profiler", "auditing")
 
 
 def test_no_room_that_prices_plays_or_writes_names_an_operator() -> None:
