@@ -1,0 +1,27 @@
+"""What ranks take at their highest point in random plans is what was predicted, or less: one plan for each thing that
+such plans do, and plans that people run do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.equivalence.peaks import peaks
+from tests.rank_pool import pool
+
+PLANS = {
+    "each rank takes its query heads' keys out of grouped ones": ("llama-small", 13),
+    "reshapes copy what a conversion has laid anew": ("moe-small", 3),
+    "constants are converted once, and stay": ("bert-small", 3),
+    "slices of what runs again share its memory": ("llama-small", 4),
+    "what runs again and is sent is waited for": ("wide_resnet-small", 1),
+    "gradients of shards that are stored whole are packed": ("wide_resnet-small", 13),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("what", PLANS)
+def test_no_rank_takes_more_than_predicted(what: str) -> None:
+    name, number = PLANS[what]
+    found = list(peaks(name, 1, number, pool(2)))
+    assert len(found) == 1
+    assert found[0].short_bytes <= 0 and found[0].predicted_bytes < 1.1 * found[0].measured.peak_bytes, str(found[0])
