@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 import autopar
+from autopar.colocation import request_curve
 from autopar.errors import InfeasibleError
 from autopar.serving import BatchLatency, LatencyCurve, StepLatency
 from tests.serving.decoders import decoder
@@ -42,8 +46,9 @@ def test_a_bound_that_nothing_holds_names_the_shortest_step() -> None:
         LatencyCurve(CURVE.points[3:]).largest(3.0)
 
 
-def test_the_bound_decides_the_batch_by_what_is_predicted() -> None:
-    """Of a model on meta, whose weights are nowhere, planned for GPUs that are not there."""
+def test_the_bound_decides_the_batch_by_what_is_predicted(tmp_path: Path) -> None:
+    """Of a model on meta, whose weights are nowhere, planned for GPUs that are not there; and `autopar pack` reads what
+    is written."""
     with torch.device("meta"):
         model = type(decoder("llama"))(decoder("llama").config)
     mesh = autopar.Mesh("h100", devices_per_node=2)
@@ -55,3 +60,8 @@ def test_the_bound_decides_the_batch_by_what_is_predicted() -> None:
     assert whole.curve.points[0].peak_bytes < whole.curve.points[1].peak_bytes
     assert whole.curve.largest((small + large) / 2).batch == 1
     assert whole.checked_against_eager == "no, the weights are on meta"
+    whole.save(tmp_path)
+    requests = request_curve(json.loads((tmp_path / "curve.json").read_text()), prompt_length=64, new_tokens=3)
+    decode, prefill = (whole.curve.points[0].decode, whole.curve.points[0].prefill[64])
+    assert decode is not None
+    assert requests.points[0] == (1, prefill.upper_ns + 2 * decode.upper_ns, whole.curve.points[0].peak_bytes)
