@@ -13,15 +13,17 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from autopar.ir.graph import Node
 from autopar.ir.placement import Axis, P, Placement, R, S, chunk_length, local_shape, num_shards
 from autopar.ops import saved, work, workspace
-from autopar.ops.call import Call
+from autopar.ops.call import Call, argument
 from autopar.ops.in_bits import pool_in_bits
 from autopar.ops.inner import Inner, Sent
 from autopar.ops.local import LocalCall, items
 from autopar.ops.notation import AxisRule, einsum_rules
 from autopar.ops.operator import Groups, Operator
 from autopar.ops.patterns import linear_leading_dims, passes_leading_dims
+from autopar.ops.workspace import RuntimeMemory, Sizes
 from autopar.runtime.lowering.halo import Window, overlap, ranges
 
 _GENERAL = "aten.convolution.default"  # with any number of spatial dims, transposed or not
@@ -284,21 +286,65 @@ def _adaptive_avg_pool_local(local: LocalCall) -> str | None:
     return f"rt.mean({local.names[0]}, {dims}, True, {math.prod(shape[-num_spatial:])})"
 
 
+# Memory ----------------------------------------
+
+
+def _with_borders(node: Node, sizes: Sizes, operand: Placement) -> tuple[int, ...] | None:
+    """The rank's part of the first operand with the rows of others and of padding that its windows cover, which the
+    runtime copies; None where the operator runs on the part as it is."""
+    is_convolution = node.op in _CONVOLUTIONS
+    local, after = sizes.operands[0], sizes.results[0]
+    first = len(local) - (len(sizes.operands[1]) - 2 if is_convolution else int(node.op.split(".")[1][-2]))
+    count = len(local) - first
+    kernel = sizes.operands[1][2:] if is_convolution else _each(argument(node, 1, "kernel_size", 1), count)
+    own_stride = argument(node, 3 if is_convolution else 2, "stride", 1 if is_convolution else ())
+    stride = _each(own_stride or kernel, count)
+    has_dilation = is_convolution or "max_pool" in node.op
+    dilation = _each(argument(node, 5 if is_convolution else 4, "dilation", 1) if has_dilation else 1, count)
+    split = {type_.dim for type_, axis in zip(operand, sizes.axis_sizes, strict=True) if type_.kind == "S" and axis > 1}
+    extended = list(local)
+    for place, dim in enumerate(range(first, len(local))):
+        if dim in split:
+            extended[dim] = (after[dim] - 1) * stride[place] + dilation[place] * (kernel[place] - 1) + 1
+    return tuple(extended) if tuple(extended) != local else None
+
+
+def _borders_memory(own: workspace.WorkspaceRule | None, index_bytes: int = 0) -> workspace.LoweredRule:
+    """Of an operator by windows: autograd keeps the copy with borders, not the rank's part; and what the operator keeps
+    of its result. Backward, the copy's gradient and the part's that is cut out of it."""
+
+    def memory(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory | None:
+        extended = _with_borders(node, sizes, operands[0])
+        if extended is None:
+            return None
+        copy = math.prod(extended) * sizes.itemsize
+        wide = sizes._replace(operands=(extended, *sizes.operands[1:]))
+        forward, backward = own(wide) if own is not None else (0, 0)
+        saved_bytes = copy + index_bytes * math.prod(sizes.results[0])
+        keeps = (1,) if len(sizes.operands) > 1 else ()
+        return RuntimeMemory(saved_bytes, (max(forward, copy), backward + 2 * copy), keeps)
+
+    return memory
+
+
 _OF_IMAGES = Operator(needs_elements=True, cuts_samples_alone=True)
 _PRODUCT = _OF_IMAGES.by(saved=saved.matrices, limits=(_groups_error,), groups=Groups("groups", _channel))
 _CONVOLUTION = _PRODUCT.by(
     convolution, work=work.CONVOLUTION, workspace=workspace.convolution, inside=_exchange, local=_convolution_local,
     limits=(_groups_error, _windows_error), mixes_samples=_pads_split_dim,
+    lowered=_borders_memory(workspace.convolution),
 )  # fmt: skip
 _TRANSPOSED = _PRODUCT.by(transposed_convolution, work=work.TRANSPOSED_CONVOLUTION)
 _MAX = _OF_IMAGES.by(work=work.MAX_POOL, saved=saved.pooled)
 _MAX_POOL = _MAX.by(
-    max_pool, inside=_exchange, local=_max_pool_local, limits=(_windows_error,), mixes_samples=_pads_split_dim
-)
+    max_pool, inside=_exchange, local=_max_pool_local, limits=(_windows_error,), mixes_samples=_pads_split_dim,
+    lowered=_borders_memory(None, workspace.INDEX_BYTES),
+)  # fmt: skip
 _MEAN = _OF_IMAGES.by(work=work.AVG_POOL, saved=saved.operand)
 _AVG_POOL = _MEAN.by(
-    avg_pool, inside=_exchange, local=_avg_pool_local, limits=(_windows_error,), mixes_samples=_pads_split_dim
-)
+    avg_pool, inside=_exchange, local=_avg_pool_local, limits=(_windows_error,), mixes_samples=_pads_split_dim,
+    lowered=_borders_memory(None),
+)  # fmt: skip
 _ADAPTIVE_AVG_POOL = _MEAN.by(adaptive_avg_pool, work=work.ADAPTIVE_AVG_POOL, local=_adaptive_avg_pool_local)
 _OTHER_POOLS = """
     _adaptive_avg_pool2d _adaptive_avg_pool3d fractional_max_pool2d fractional_max_pool3d max_pool1d_with_indices

@@ -773,7 +773,7 @@ class Lowering:
             kept = None if lowered is None else lowered.saved_bytes
             keeps = () if lowered is None else lowered.keeps
             if placements.in_bits and self.trains and (rule := operator(node.op).in_bits):
-                workspace = rule.workspace(node, sizes)
+                workspace, kept, keeps = rule.workspace(node, sizes), None, ()
                 longer, issued = in_bits_ns(rule.moved(node, sizes), self.profile)
                 times, issue_ns = _sum(times, longer), _sum(issue_ns, issued)
                 split = split and Split(_sum(split.backward_ns, (longer[1], 0)), _sum(split.issue_ns, (issued[1], 0)))
