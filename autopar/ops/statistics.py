@@ -19,6 +19,7 @@ from autopar.ops.notation import AxisRule
 from autopar.ops.operator import Groups, Operator
 from autopar.ops.patterns import Entry
 from autopar.ops.saved import Extra, Saved
+from autopar.ops.workspace import RuntimeMemory, Sizes
 
 
 def mean_over_ranks(local: LocalCall) -> str | None:
@@ -110,6 +111,21 @@ def _group_norm_saved(node: Node, graph: Graph) -> list[Saved]:
     return [x, *references(weight), Extra(x, (0,), 2 * groups * max(4, graph.tensors[x].itemsize))]
 
 
+def _group_norm_memory(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory | None:
+    """`rt.group_norm`, made of torch's own operators: what is centred, and normal where a weight multiplies it, in
+    float32 at least, and some numbers of each group; not the input. Squares, and in half precision the input widened,
+    come and go; backward three gradients of what is centred."""
+    pairs = zip(operands[0], sizes.axis_sizes, strict=True)
+    if not any(type_.kind == "S" and type_.dim > 1 and axis > 1 for type_, axis in pairs):
+        return None
+    width = max(4, sizes.itemsize)
+    wide = math.prod(sizes.operands[0]) * width
+    groups = sizes.operands[0][0] * int(argument(node, 1, "num_groups", 1))
+    kept = (1 + (len(sizes.operands) > 1)) * wide + 4 * groups * width
+    keeps = tuple(range(1, min(2, len(sizes.operands))))
+    return RuntimeMemory(kept, ((1 + (width != sizes.itemsize)) * wide, 3 * wide), keeps)
+
+
 def _group_norm_local(local: LocalCall) -> str | None:
     call, axes = local.call, local.axes_where(0, lambda type_: type_.kind == "S" and type_.dim > 1)
     if not axes:
@@ -174,7 +190,7 @@ STATISTICS: dict[str, Operator] = {
     ),
     "aten.group_norm.default": _GROUP_NORM.by(
         group_norm, saved=_group_norm_saved, inside=_group_norm_inside, local=_group_norm_local,
-        limits=(_groups_error,), groups=Groups("num_groups", lambda call: 1),
+        limits=(_groups_error,), groups=Groups("num_groups", lambda call: 1), lowered=_group_norm_memory,
     ),
     "native_group_norm": _GROUP_NORM,
     "aten._native_batch_norm_legit_functional.default": _IN_TRAINING,

@@ -15,6 +15,7 @@ PLANS = {
     "slices of what runs again share its memory": ("llama-small", 4),
     "what runs again and is sent is waited for": ("wide_resnet-small", 1),
     "convolutions keep their part with its borders": ("wide_resnet-wide", 15),
+    "group norms of split images keep what is centred": ("unet", 31),
     "gradients of shards that are stored whole are packed": ("wide_resnet-small", 13),
 }
 
