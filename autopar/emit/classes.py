@@ -183,8 +183,12 @@ class ClassWriter:
     def first_names(self, module: Module) -> dict[str, str]:
         """For each list in a module that does not begin with number 0, what stands for the number: so classes of stages
         that have other layers are equal."""
-        paths = [path for path, first in _lists(module) if first]
+        paths = self.first_numbers(module)
         return {path: "first" + (f"_{number}" if number else "") for number, path in enumerate(paths)}
+
+    def first_numbers(self, module: Module) -> dict[str, int]:
+        """The number that each list in a module begins with, where that is not 0."""
+        return {path: first for path, first in _lists(module) if first}
 
     def init_lines(self, module: Module, firsts: Mapping[str, str]) -> list[str]:
         """What makes a module's attributes. firsts: the expression for the first number of each list in it, and for

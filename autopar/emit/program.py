@@ -201,7 +201,11 @@ def _declarations(what: _Written) -> list[str]:
 def _methods(what: _Written) -> list[str]:
     """`__init__`, what is computed once or counted ahead, and `forward`."""
     graph, stage, flat, root, writer = what.graph, what.stage, what.flat, what.root, what.writer
-    firsts = {path: f"self.FIRST[{number}]" for number, path in enumerate(writer.first_names(what.tree))}
+    is_stage = not what.name.startswith("Program")
+    firsts = {
+        path: f"self.FIRST[{number}]" if is_stage else str(first)
+        for number, (path, first) in enumerate(writer.first_numbers(what.tree).items())
+    }
     lines = [
         "",
         f"{INDENT}def __init__(self, mesh: rt.RankMesh) -> None:",
@@ -237,7 +241,6 @@ def _methods(what: _Written) -> list[str]:
     lines += writer.axis_lines(body, [axis.name for axis in stage.axes if axis.name != MICROBATCH])
     lines[:0] = writer.ranges.declaration(INDENT) if writer.ranges else []
     outputs, leaving = ([writer.read(value, "", body_names) for value in v] for v in (flat.outputs, flat.leaving))
-    is_stage = not what.name.startswith("Program")
     returned = f"({_tuple(outputs)}), ({_tuple(leaving)})" if is_stage else ", ".join(outputs)
     return [*lines, *body, f"{INDENT * 2}return {returned}", ""]
 
