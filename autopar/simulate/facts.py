@@ -385,7 +385,10 @@ class Copies:
             size = math.prod(self._shapes.local(tensor, after)[0]) * self._graph.kept(tensor).itemsize
             is_packed = size < LONE_BYTES
             if kinds == ("S", "R"):
-                total += size * (bool(step.before.dim) + is_packed + self._sums_parts)
+                length, ranks = self._shapes.local(tensor, after)[0][step.before.dim], self._axes[step.axis].size
+                is_uneven = bool(length % ranks)
+                padded = size // max(1, length) * -(-length // ranks) * ranks  # as many rows for each rank
+                total += padded * (bool(step.before.dim or is_uneven) + is_packed + self._sums_parts)
                 is_scattered = True
             elif kinds == ("I", "S"):
                 whole, axis_size = self._shapes.local(tensor, before)[0], self._axes[step.axis].size

@@ -1,14 +1,16 @@
 """Served decoders on CPU ranks: the batch that a latency bound allows, and steps that are measured against the bound.
 
-    python -m benchmarks.serving.run [--steps 200] [--ranks 2 4] [--priority 0]
+    python -m benchmarks.serving.run --ranks 2 --bounds 40 150 --tail 2  # stated beforehand
+    python -m benchmarks.serving.run [--ranks 2 4] [--priority 0]  # by the tail that is measured
 
 Run from the root of the repository. A Llama of transformers with random weights is planned for gloo ranks of this host,
 with a small and a large batch. Ranks fill all slots and decode; a measured step is `Server.decode` with
-`Server.chosen`, as a server calls them, on the rank that took longest. First the tail is measured: the p99 of steps
-over what is predicted, the larger of both batches. A bound is then what either is predicted to take with that tail, and
-half as much again; `LatencyCurve.largest`, which `autopar.serve` asks, takes the batch, whose steps are measured anew.
-Writes results.json and results.md here; ends with status 1 where a measured p99 is over its bound. priority: of the
-ranks while they are measured, on a host that others use, such as -15.
+`Server.chosen`, as a server calls them, on the rank that took longest. With bounds, in milliseconds, and the tail that
+is counted on, `LatencyCurve.largest`, which `autopar.serve` asks, takes the batch of three, and its steps are
+measured. Without, the tail is measured first: the p99 of steps over what is predicted, the larger of both batches; a
+bound is then what either is predicted to take with that tail, and half as much again, which says little of the
+prediction. Writes results.json and results.md here; ends with status 1 where a measured p99 is over its bound.
+priority: of the ranks while they are measured, on a host that others use, such as -15.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from tests.serving.jobs import server
 
 HERE = Path(__file__).parent
 LENGTH, PROMPT, BATCHES = 256, 64, (2, 32)
+BOUND_BATCHES = (2, 8, 32)
 MARGIN = 1.5
 
 
@@ -142,15 +145,32 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def stated(world: int, options: argparse.Namespace) -> list[Row]:
+    """Of bounds that were stated beforehand, the batch that the prediction allows, measured."""
+    ranks, programs = RankPool(world, timeout_s=900.0), {batch: planned(world, batch) for batch in BOUND_BATCHES}
+    curve = LatencyCurve(tuple(program.latency for program in programs.values()))
+    rows = [
+        row(ranks, programs[curve.largest(bound, tail=options.tail).batch], options, bound, options.tail)
+        for bound in options.bounds
+    ]
+    print(table(rows), flush=True)
+    ranks.stop()
+    return rows
+
+
 def main() -> int:
-    """Measures the tail, then each bound."""
+    """Measures each bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--priority", type=int, default=0)
+    parser.add_argument("--bounds", type=float, nargs="*", default=[], help="milliseconds of a decode step")
+    parser.add_argument("--tail", type=float, default=1.0, help="of the slowest of a hundred steps, with --bounds")
     options = parser.parse_args()
     rows = list[Row]()
-    for world in options.ranks:
+    for world in options.ranks if options.bounds else ():
+        rows += stated(world, options)
+    for world in () if options.bounds else options.ranks:
         ranks, programs = RankPool(world, timeout_s=900.0), {batch: planned(world, batch) for batch in BATCHES}
         curve = LatencyCurve(tuple(program.latency for program in programs.values()))
         ends = [row(ranks, program, options) for program in programs.values()]
