@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 import autopar
+from autopar.errors import InfeasibleError
 from autopar.runtime.serving import Server
 from autopar.serving import LatencyCurve, ServedProgram
 from autopar.serving.program import state_of
@@ -149,10 +150,14 @@ def stated(world: int, options: argparse.Namespace) -> list[Row]:
     """Of bounds that were stated beforehand, the batch that the prediction allows, measured."""
     ranks, programs = RankPool(world, timeout_s=900.0), {batch: planned(world, batch) for batch in BOUND_BATCHES}
     curve = LatencyCurve(tuple(program.latency for program in programs.values()))
-    rows = [
-        row(ranks, programs[curve.largest(bound, tail=options.tail).batch], options, bound, options.tail)
-        for bound in options.bounds
-    ]
+    rows = list[Row]()
+    for bound in options.bounds:
+        try:
+            taken = programs[curve.largest(bound, tail=options.tail).batch]
+        except InfeasibleError as error:
+            print(f"{world} ranks, {bound:g} ms: {error}", flush=True)
+            continue
+        rows.append(row(ranks, taken, options, bound, options.tail))
     print(table(rows), flush=True)
     ranks.stop()
     return rows
