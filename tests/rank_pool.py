@@ -137,6 +137,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
         except EOFError:
             return
         runtime.set_exact_dropout(False)  # whatever the last job left
+        torch.manual_seed(rank)  # another one on each rank, so that no job relies on equal ones, nor on the last job
         try:
             pipe.send((True, fn(rank, world, *args)))
         except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ PICTURES = {
 MOST_BYTES = 300_000
 SAID = {
     "1_first_plan": "largest difference of 10 losses",
-    "2_reading_a_plan": "parameter layers.0.mlp.up.weight: stored",
-    "3_how_the_cost_model_was_checked": "traffic exact to the byte, every collective: 84 of 84 pairs",
-    "4_your_own_operator_and_cluster": "replicated: mylib.gated.default",
+    "2_reading_a_plan": r"parameter layers\.0\.mlp\.up\.weight: stored",
+    "3_how_the_cost_model_was_checked": r"traffic exact to the byte, every collective: (\d+) of \1 pairs",
+    "4_your_own_operator_and_cluster": r"replicated: mylib\.gated\.default",
     "5_from_one_gpu_to_1024": " 1024 GPUs, planned in ",
 }
 
@@ -53,7 +54,7 @@ def test_the_notebook_runs(path: Path) -> None:
     notebook = executed(path)
     assert pictures(notebook) == PICTURES[path.stem]
     printed = "".join(output.get("text", "") for output in outputs(notebook))
-    assert SAID[path.stem] in printed
+    assert re.search(SAID[path.stem], printed)
 
 
 @pytest.mark.parametrize("path", texts(), ids=lambda path: path.stem)
