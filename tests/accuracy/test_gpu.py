@@ -16,7 +16,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.structure import block_paths
 from autopar.profiler import load_profile
 from autopar.trace import trace
-from benchmarks.accuracy.gpu import decoder
+from benchmarks.accuracy.gpu import decoder, predictions
 from benchmarks.accuracy.gpu.__main__ import main
 from benchmarks.accuracy.gpu.fitting import named_constants, values_of, with_values
 from benchmarks.accuracy.gpu.plans import (
@@ -28,7 +28,7 @@ from benchmarks.accuracy.gpu.plans import (
     with_half_head,
 )
 from benchmarks.accuracy.gpu.predictions import Predicted, with_float8
-from benchmarks.accuracy.gpu.rows import Row, Sizes, read_rows
+from benchmarks.accuracy.gpu.rows import GRID, Row, Sizes, read_rows
 from benchmarks.accuracy.gpu.scores import fast_runs, needs_no_more, of_grid, regret, spearman, summary
 from benchmarks.accuracy.gpu.softwares import by_threshold, read_softwares, software_of, write_softwares
 
@@ -85,6 +85,10 @@ def test_what_columns_say(tmp_path: Path, change: dict[str, str], field: str, va
         ({"recompute": "per operator"}, "recompute"),
         ({"gpus": "4"}, "4 GPUs are not dp × tp × pp × cp"),
         ({"global_batch": "7"}, "not of whole micro batches"),
+        ({"dp": "3", "gpus": "3", "global_batch": "12"}, "3 GPUs are not whole nodes of 2"),
+        ({"step_time_s": ""}, "step_time_s ''"),
+        ({"step_time_s": "0"}, "expected a positive number, found '0'"),
+        ({"model": "mcore-test L2 h256 heads0 kv0 ffndefault"}, "model 'mcore-test L2 h256 heads0 kv0 ffndefault'"),
         ({"offload": "ratios 0.5"}, "offload"),
     ],
 )
@@ -93,21 +97,85 @@ def test_what_is_not_understood_is_told(tmp_path: Path, change: dict[str, str], 
     assert told in row.unknown
 
 
+def test_what_other_columns_say_is_read_from_them(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(
+        "id,model,gpu,gpus,micro_batch,global_batch,seq,tp,pp,precision,tokens_per_s_per_gpu\n"
+        "a,mcore-test L2 h256 heads4 kv4 ffndefault,H100-SXM5-80GB,8,1,16,128,2,2,bf16,1024\n"
+        "a,no such model,H100-SXM5-80GB,8,1,16,128,2,2\n",
+        encoding="utf-8",
+    )
+    whole, other = read_rows(path)
+    assert (whole.dp, whole.per_node, whole.zero, whole.measured_s) == (2, 8, 0, 16 * 128 / (1024 * 8))
+    assert not whole.unknown
+    assert "no sizes known" in other.unknown and "no models.csv beside the file" in other.unknown
+    assert whole.id != other.id, "errors are kept by names"
+
+
+def test_a_grid_is_read_row_by_row(tmp_path: Path) -> None:
+    path = tmp_path / "grid.csv"
+    path.write_text(
+        "model,nodes,dp,tp,pp,mbs,grad_acc,zero,tokens_s\n80B,8,8,8,1,1,4,1,1000\n2B,1,8,1,1,1,4,1,\n"
+        "8B,1,8,1,1,none,4,1,1000\n8B,1,8,1,1,1,4,5,1000\n",
+        encoding="utf-8",
+    )
+    known, model, micro_batch, zero = read_rows(path)
+    assert known.measured_s == 32 * 4096 / 1000 and not known.unknown
+    assert "2B" in model.unknown and model.measured_s is None
+    assert "mbs: expected one number" in micro_batch.unknown and "zero: expected 0 to 3" in zero.unknown
+
+
+def test_models_of_the_grid_are_of_the_size_that_they_are_called() -> None:
+    for name, count in {"1B": 1.34e9, "3B": 3.57e9, "8B": 8.86e9, "80B": 80.0e9}.items():
+        sizes = GRID[name]
+        layer = (2 * sizes.heads + 2 * sizes.kv_heads) * sizes.head_size * sizes.hidden + 3 * sizes.hidden * sizes.ffn
+        words = sizes.vocab * sizes.hidden * (1 if sizes.is_tied else 2)
+        assert words + sizes.layers * layer == pytest.approx(count, rel=0.003)
+
+
+def test_a_file_of_another_form_is_refused_by_its_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b\n1,2\n", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        main([str(path)])
+    assert "found ['a', 'b']" in capsys.readouterr().err
+
+
+def test_what_fails_on_a_row_is_told_and_ends_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def plan_of(graph: Graph, row: Row, software: object) -> object:
+        if row.id == "bad":
+            raise ZeroDivisionError("by nothing")
+        return original(graph, row, software)
+
+    original = predictions.plan_of
+    monkeypatch.setattr(predictions, "plan_of", plan_of)
+    rows = read_rows(training_csv(tmp_path / "rows.csv", {"id": "good"}, {"id": "bad"}))
+    found = {item.row.id: item for item in predictions.planned(rows, read_softwares())}
+    assert found["good"].plan is not None
+    assert found["bad"].reason == "a mistake of this benchmark: ZeroDivisionError in plan_of: by nothing"
+
+
 def test_rows_are_predicted_or_listed(tmp_path: Path) -> None:
     rows = training_csv(
         tmp_path / "rows.csv", {"id": "known"}, {"id": "framework", "framework": "a software of its own"},
         {"id": "gpu", "gpu": "MI300X"}, {"id": "ep", "ep": "2"},
         {"id": "again", "recompute": "full, 1 layers a stage"},
         {"id": "tp", "tp": "2", "dp": "1", "sequence_parallel": "1.0", "dp_sharding": "ddp"},
+        {"id": "given", "gpu": "of our own"}, {"id": "stages", "pp": "8", "gpus": "8", "dp": "1", "gpus_per_node": ""},
+        {"id": "experts", "model": f"{PLAIN['model']} experts4 topk2 moe_ffn", "ep": "2"},
+        {"id": "slices", "model": f"{PLAIN['model']} experts4 topk2 moe_ffn", "tp": "2", "dp": "1"},
+        {"id": "windows", "notes": "sliding window 128 in every other layer"},
     )  # fmt: skip
-    assert main([str(rows), "--output", str(tmp_path / "out.json")]) == 0
+    assert main([str(rows), "--profile", "of our own=h100", "--output", str(tmp_path / "out.json")]) == 0
     written = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     columns, *known = written["rows"]
-    assert {row[0] for row in known} == {"known", "framework", "again", "tp"}
+    assert {row[0] for row in known} == {"known", "framework", "again", "tp", "given", "experts", "slices"}
     assert all(row[columns.index("predicted_s")] > 0 and row[columns.index("predicted_GB")] > 0 for row in known)
     reasons = {name: reason for name, _, reason in written["not_predicted"]}
     assert "no profile is shipped of MI300X" in reasons["gpu"]
-    assert "expert parallelism" in reasons["ep"]
+    assert reasons["ep"] == "ep=2: the model has no experts"
+    assert "template_plan" in reasons["stages"] and "windows" in reasons["windows"]
+    assert len(reasons) == 4, "every row is here or there"
 
 
 # Softwares ----------------------------------------

@@ -63,7 +63,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"expected a file for --output, found the folder {options.output}: name a file in it")
     try:
         GIVEN.clear()
-        GIVEN.update({gpu: (known_profile(name),) for gpu, _, name in (text.partition("=") for text in options.profile)})
+        GIVEN.update(
+            {gpu: (known_profile(name),) for gpu, _, name in (text.partition("=") for text in options.profile)}
+        )
         options.rows = rows_of(options)
     except (AutoparError, OSError, ValueError) as error:
         parser.error(str(error))

@@ -310,8 +310,14 @@ def constraints(tensor_parallel: int, sequence_parallel: bool, splits_experts: b
     or with sequence parallelism, split along the sequence. splits_experts: so are each expert's hidden values."""
     if tensor_parallel == 1:
         return []
-    split = {"*query_key_value.weight": 0, "*output.weight": 1, "*up.weight": 0, "*down.weight": 1, "*token.weight": 0,
-             "*head.weight": 0}  # of experts `*.up` is no weight of a layer
+    split = {
+        "*query_key_value.weight": 0,
+        "*output.weight": 1,
+        "*up.weight": 0,
+        "*down.weight": 1,
+        "*token.weight": 0,
+        "*head.weight": 0,
+    }  # of experts `*.up` is no weight of a layer
     split |= {"*routed.up": 1, "*routed.down": 2} if splits_experts else {}
     weights = [Constraint(name, (f"S({dim})",), what="used", axis="tp") for name, dim in split.items()]
     between = ("S(1)", "P") if sequence_parallel else ("I", "R", "P")
