@@ -21,7 +21,9 @@ from benchmarks.accuracy.gpu.__main__ import main
 from benchmarks.accuracy.gpu.fitting import named_constants, values_of, with_values
 from benchmarks.accuracy.gpu.plans import (
     TRACED_LENGTH,
+    dense_layers,
     empty_stages,
+    near_devices,
     of_length,
     of_whole_layers,
     stage_layers,
@@ -361,3 +363,40 @@ def test_rotation_turns_back() -> None:
     torch.testing.assert_close(
         decoder.rotate(x.grad, angles.cos(), angles.sin()), torch.ones_like(x)  # type: ignore[arg-type]
     )  # fmt: skip
+
+
+def test_each_token_passes_its_likeliest_experts_and_the_shared_one() -> None:
+    torch.manual_seed(0)
+    config = decoder.Config(
+        seq_len=8, num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, head_size=8, mlp_size=32, vocab_size=64,
+        is_gated=True, num_experts=4, chosen_experts=2, expert_size=16, shared_size=24, dense_layers=(0,),
+    )  # fmt: skip
+    first, second = decoder.Decoder(config).layers
+    assert isinstance(first.mlp, decoder.MLP) and isinstance(second.mlp, decoder.Experts)
+    experts, x = second.mlp, torch.randn(2, 8, 16)
+    for weight in (experts.routed.up, experts.routed.down):
+        torch.nn.init.normal_(weight, std=0.2)
+    tokens = x.flatten(0, 1)
+    shares, chosen = experts.routed.router(tokens).softmax(-1).topk(2)
+    expected = experts.shared(x).flatten(0, 1)
+    for token, (numbers, weights) in enumerate(zip(chosen, shares, strict=True)):
+        for number, weight in zip(numbers, weights, strict=True):
+            made = experts.routed.up[number] @ tokens[token]
+            expected[token] = expected[token] + weight * (
+                experts.routed.down[number] @ (F.silu(made[::2]) * made[1::2])
+            )
+    torch.testing.assert_close(experts(x).flatten(0, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_racks_devices_are_near_as_many_as_make_equal_parts() -> None:
+    row = Row("1", "s", "NeMo", "GB200", 64, 4, "tiny", None, "bf16", 128, 1, 64, 64, 1, 1)
+    counts = {64: 64, 128: 64, 96: 48, 72: 72, 4: 4, 2304: 72}
+    assert {gpus: near_devices(replace(row, gpus=gpus)) for gpus in counts} == counts
+    assert near_devices(replace(row, gpu="H100-SXM5-80GB", per_node=8)) == 8
+
+
+def test_experts_may_be_in_every_other_layer() -> None:
+    sizes = Sizes(4, 64, 4, 4, 16, 128, True, 128, True, 8, dense_layers=2)
+    assert dense_layers(sizes) == (0, 1)
+    assert dense_layers(replace(sizes, notes="every other layer is MoE (1 routed)")) == (0, 2)
+    assert dense_layers(replace(sizes, num_experts=0)) == ()

@@ -22,6 +22,7 @@ predicted fastest, and what was said of the memory of runs that finished and of 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import re
 import sys
@@ -63,19 +64,17 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"expected a file for --output, found the folder {options.output}: name a file in it")
     try:
         GIVEN.clear()
-        GIVEN.update(
-            {gpu: (known_profile(name),) for gpu, _, name in (text.partition("=") for text in options.profile)}
-        )
+        GIVEN.update({gpu: known_profile(name) for gpu, _, name in (text.partition("=") for text in options.profile)})
         options.rows = rows_of(options)
-    except (AutoparError, OSError, ValueError) as error:
+    except (AutoparError, OSError, ValueError, EOFError, csv.Error) as error:
         parser.error(str(error))
     return options
 
 
-def known_profile(name: str) -> str:
-    """The same; raises AutoparError where there is no such profile."""
+def known_profile(name: str) -> tuple[str]:
+    """As `GIVEN` has it. Raises AutoparError where there is no such profile."""
     load_profile(name)
-    return name
+    return (name,)
 
 
 def rows_of(options: argparse.Namespace) -> list[Row]:

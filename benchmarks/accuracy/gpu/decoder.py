@@ -1,9 +1,9 @@
 """A decoder of any of the usual kinds, as the software that trained it computes it; on meta tensors.
 
 Llama-like (RMS norms, rotary positions, gated) and GPT-like (layer norms, learned positions), grouped key/value heads,
-heads of any width, experts in all or some layers, the head tied to the embedding or not. One projection makes query, key and value, as in Megatron-LM,
-llm-foundry and nanotron, and so do gate and up: their products are what was measured. Its rows are in the order of the
-key/value heads, each with its queries, so that tensor parallelism splits whole groups.
+heads of any width, experts in all or some layers, the head tied to the embedding or not. One projection makes query,
+key and value, as in Megatron-LM, llm-foundry and nanotron, and so do gate and up: their products are what was measured.
+Its rows are in the order of the key/value heads, each with its queries, so that tensor parallelism splits whole groups.
 """
 
 from __future__ import annotations

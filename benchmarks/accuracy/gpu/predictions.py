@@ -88,7 +88,7 @@ def told(function: Callable[..., Result], *arguments: Any) -> tuple[Result | Non
         return function(*arguments), ""
     except AutoparError as error:
         return None, f"template_plan: {error}"
-    except Exception as error:  # noqa: BLE001: whatever it is, it is listed
+    except Exception as error:  # whatever it is, it is listed
         return None, f"a mistake of this benchmark: {type(error).__name__} in {function.__name__}: {error}"
 
 

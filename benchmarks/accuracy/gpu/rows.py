@@ -67,7 +67,8 @@ class Row:
     """One measured iteration. measured_s: None of a run that did not finish. hsdp: among how many ranks ZeRO shards,
     1 for all. again: of each stage (or one number for all) how many layers are computed again, where recompute does not
     say it of all. layers: blocks of each stage, where they are not even. tells_first: memory_bytes are those of rank 0
-    and not of the fullest. unknown: why nothing can be said of it."""
+    and not of the fullest. etp: among how many ranks each expert is split, 0 where that is not stated. unknown: why
+    nothing can be said of it."""
 
     id: str
     source: str
@@ -192,7 +193,7 @@ class _Reader:
             return how(text)
         except UnknownError as error:
             self.reasons.append(f"{name}: {error}")
-        except Exception:  # noqa: BLE001: what a file may say has no end, and none of it may end the other rows
+        except Exception:  # what a file may say has no end, and none of it may end the other rows
             self.reasons.append(f"{name} {text!r}" if name in self.record else f"{name}: no such column")
         return default
 
@@ -234,7 +235,8 @@ def _training_row(name: str, record: Mapping[str, str], models: Mapping[str, Siz
         seq=read("seq", _count, 1), micro_batch=read("micro_batch", _count, 1),
         global_batch=read("global_batch", _count, 1), dp=1, tp=read("tp", _count, 1), pp=read("pp", _count, 1),
         vp=int(later[1]) if later else read("vp", _optional, 1),
-        cp=read("cp", _optional, 1), ep=read("ep", _optional, 1), etp=read("etp", _optional, 1) if record.get("etp") else 0,
+        cp=read("cp", _optional, 1), ep=read("ep", _optional, 1),
+        etp=read("etp", _count, 0) if record.get("etp") else 0,
         sequence_parallel=bool(FLAGS.get(record.get("sequence_parallel", ""))), zero=kind, hsdp=among,
         recompute=recompute, again=again, layers=read("other_settings", lambda _: _stage_layers(record), None),
         memory_bytes=_memory(record, "memory_GiB"),
