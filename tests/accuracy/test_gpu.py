@@ -16,19 +16,21 @@ from autopar.ir.graph import Graph
 from autopar.ir.structure import block_paths
 from autopar.profiler import load_profile
 from autopar.trace import trace
-from benchmarks.accuracy.gpu import decoder
+from benchmarks.accuracy.gpu import decoder, predictions
 from benchmarks.accuracy.gpu.__main__ import main
 from benchmarks.accuracy.gpu.fitting import named_constants, values_of, with_values
 from benchmarks.accuracy.gpu.plans import (
     TRACED_LENGTH,
+    dense_layers,
     empty_stages,
+    near_devices,
     of_length,
     of_whole_layers,
     stage_layers,
     with_half_head,
 )
 from benchmarks.accuracy.gpu.predictions import Predicted, with_float8
-from benchmarks.accuracy.gpu.rows import Row, Sizes, read_rows
+from benchmarks.accuracy.gpu.rows import GRID, Row, Sizes, read_rows
 from benchmarks.accuracy.gpu.scores import fast_runs, needs_no_more, of_grid, regret, spearman, summary
 from benchmarks.accuracy.gpu.softwares import by_threshold, read_softwares, software_of, write_softwares
 
@@ -85,6 +87,10 @@ def test_what_columns_say(tmp_path: Path, change: dict[str, str], field: str, va
         ({"recompute": "per operator"}, "recompute"),
         ({"gpus": "4"}, "4 GPUs are not dp × tp × pp × cp"),
         ({"global_batch": "7"}, "not of whole micro batches"),
+        ({"dp": "3", "gpus": "3", "global_batch": "12"}, "3 GPUs are not whole nodes of 2"),
+        ({"step_time_s": ""}, "step_time_s ''"),
+        ({"step_time_s": "0"}, "expected a positive number, found '0'"),
+        ({"model": "mcore-test L2 h256 heads0 kv0 ffndefault"}, "model 'mcore-test L2 h256 heads0 kv0 ffndefault'"),
         ({"offload": "ratios 0.5"}, "offload"),
     ],
 )
@@ -93,21 +99,85 @@ def test_what_is_not_understood_is_told(tmp_path: Path, change: dict[str, str], 
     assert told in row.unknown
 
 
+def test_what_other_columns_say_is_read_from_them(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(
+        "id,model,gpu,gpus,micro_batch,global_batch,seq,tp,pp,precision,tokens_per_s_per_gpu\n"
+        "a,mcore-test L2 h256 heads4 kv4 ffndefault,H100-SXM5-80GB,8,1,16,128,2,2,bf16,1024\n"
+        "a,no such model,H100-SXM5-80GB,8,1,16,128,2,2\n",
+        encoding="utf-8",
+    )
+    whole, other = read_rows(path)
+    assert (whole.dp, whole.per_node, whole.zero, whole.measured_s) == (2, 8, 0, 16 * 128 / (1024 * 8))
+    assert not whole.unknown
+    assert "no sizes known" in other.unknown and "no models.csv beside the file" in other.unknown
+    assert whole.id != other.id, "errors are kept by names"
+
+
+def test_a_grid_is_read_row_by_row(tmp_path: Path) -> None:
+    path = tmp_path / "grid.csv"
+    path.write_text(
+        "model,nodes,dp,tp,pp,mbs,grad_acc,zero,tokens_s\n80B,8,8,8,1,1,4,1,1000\n2B,1,8,1,1,1,4,1,\n"
+        "8B,1,8,1,1,none,4,1,1000\n8B,1,8,1,1,1,4,5,1000\n",
+        encoding="utf-8",
+    )
+    known, model, micro_batch, zero = read_rows(path)
+    assert known.measured_s == 32 * 4096 / 1000 and not known.unknown
+    assert "2B" in model.unknown and model.measured_s is None
+    assert "mbs: expected one number" in micro_batch.unknown and "zero: expected 0 to 3" in zero.unknown
+
+
+def test_models_of_the_grid_are_of_the_size_that_they_are_called() -> None:
+    for name, count in {"1B": 1.34e9, "3B": 3.57e9, "8B": 8.86e9, "80B": 80.0e9}.items():
+        sizes = GRID[name]
+        layer = (2 * sizes.heads + 2 * sizes.kv_heads) * sizes.head_size * sizes.hidden + 3 * sizes.hidden * sizes.ffn
+        words = sizes.vocab * sizes.hidden * (1 if sizes.is_tied else 2)
+        assert words + sizes.layers * layer == pytest.approx(count, rel=0.003)
+
+
+def test_a_file_of_another_form_is_refused_by_its_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b\n1,2\n", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        main([str(path)])
+    assert "found ['a', 'b']" in capsys.readouterr().err
+
+
+def test_what_fails_on_a_row_is_told_and_ends_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def plan_of(graph: Graph, row: Row, software: object) -> object:
+        if row.id == "bad":
+            raise ZeroDivisionError("by nothing")
+        return original(graph, row, software)
+
+    original = predictions.plan_of
+    monkeypatch.setattr(predictions, "plan_of", plan_of)
+    rows = read_rows(training_csv(tmp_path / "rows.csv", {"id": "good"}, {"id": "bad"}))
+    found = {item.row.id: item for item in predictions.planned(rows, read_softwares())}
+    assert found["good"].plan is not None
+    assert found["bad"].reason == "a mistake of this benchmark: ZeroDivisionError in plan_of: by nothing"
+
+
 def test_rows_are_predicted_or_listed(tmp_path: Path) -> None:
     rows = training_csv(
         tmp_path / "rows.csv", {"id": "known"}, {"id": "framework", "framework": "a software of its own"},
         {"id": "gpu", "gpu": "MI300X"}, {"id": "ep", "ep": "2"},
         {"id": "again", "recompute": "full, 1 layers a stage"},
         {"id": "tp", "tp": "2", "dp": "1", "sequence_parallel": "1.0", "dp_sharding": "ddp"},
+        {"id": "given", "gpu": "of our own"}, {"id": "stages", "pp": "8", "gpus": "8", "dp": "1", "gpus_per_node": ""},
+        {"id": "experts", "model": f"{PLAIN['model']} experts4 topk2 moe_ffn", "ep": "2"},
+        {"id": "slices", "model": f"{PLAIN['model']} experts4 topk2 moe_ffn", "tp": "2", "dp": "1"},
+        {"id": "windows", "notes": "sliding window 128 in every other layer"},
     )  # fmt: skip
-    assert main([str(rows), "--output", str(tmp_path / "out.json")]) == 0
+    assert main([str(rows), "--profile", "of our own=h100", "--output", str(tmp_path / "out.json")]) == 0
     written = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     columns, *known = written["rows"]
-    assert {row[0] for row in known} == {"known", "framework", "again", "tp"}
+    assert {row[0] for row in known} == {"known", "framework", "again", "tp", "given", "experts", "slices"}
     assert all(row[columns.index("predicted_s")] > 0 and row[columns.index("predicted_GB")] > 0 for row in known)
     reasons = {name: reason for name, _, reason in written["not_predicted"]}
     assert "no profile is shipped of MI300X" in reasons["gpu"]
-    assert "expert parallelism" in reasons["ep"]
+    assert reasons["ep"] == "ep=2: the model has no experts"
+    assert "template_plan" in reasons["stages"] and "windows" in reasons["windows"]
+    assert len(reasons) == 4, "every row is here or there"
 
 
 # Softwares ----------------------------------------
@@ -293,3 +363,40 @@ def test_rotation_turns_back() -> None:
     torch.testing.assert_close(
         decoder.rotate(x.grad, angles.cos(), angles.sin()), torch.ones_like(x)  # type: ignore[arg-type]
     )  # fmt: skip
+
+
+def test_each_token_passes_its_likeliest_experts_and_the_shared_one() -> None:
+    torch.manual_seed(0)
+    config = decoder.Config(
+        seq_len=8, num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, head_size=8, mlp_size=32, vocab_size=64,
+        is_gated=True, num_experts=4, chosen_experts=2, expert_size=16, shared_size=24, dense_layers=(0,),
+    )  # fmt: skip
+    first, second = decoder.Decoder(config).layers
+    assert isinstance(first.mlp, decoder.MLP) and isinstance(second.mlp, decoder.Experts)
+    experts, x = second.mlp, torch.randn(2, 8, 16)
+    for weight in (experts.routed.up, experts.routed.down):
+        torch.nn.init.normal_(weight, std=0.2)
+    tokens = x.flatten(0, 1)
+    shares, chosen = experts.routed.router(tokens).softmax(-1).topk(2)
+    expected = experts.shared(x).flatten(0, 1)
+    for token, (numbers, weights) in enumerate(zip(chosen, shares, strict=True)):
+        for number, weight in zip(numbers, weights, strict=True):
+            made = experts.routed.up[number] @ tokens[token]
+            expected[token] = expected[token] + weight * (
+                experts.routed.down[number] @ (F.silu(made[::2]) * made[1::2])
+            )
+    torch.testing.assert_close(experts(x).flatten(0, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_racks_devices_are_near_as_many_as_make_equal_parts() -> None:
+    row = Row("1", "s", "NeMo", "GB200", 64, 4, "tiny", None, "bf16", 128, 1, 64, 64, 1, 1)
+    counts = {64: 64, 128: 64, 96: 48, 72: 72, 4: 4, 2304: 72}
+    assert {gpus: near_devices(replace(row, gpus=gpus)) for gpus in counts} == counts
+    assert near_devices(replace(row, gpu="H100-SXM5-80GB", per_node=8)) == 8
+
+
+def test_experts_may_be_in_every_other_layer() -> None:
+    sizes = Sizes(4, 64, 4, 4, 16, 128, True, 128, True, 8, dense_layers=2)
+    assert dense_layers(sizes) == (0, 1)
+    assert dense_layers(replace(sizes, notes="every other layer is MoE (1 routed)")) == (0, 2)
+    assert dense_layers(replace(sizes, num_experts=0)) == ()

@@ -9,7 +9,7 @@ import pytest
 from autopar.profiler import load_profile
 from autopar.simulate import simulate
 from benchmarks.accuracy.gpu.memory import allocated_bytes, held, reduced_bytes, sent_ahead_bytes, sums_bytes
-from benchmarks.accuracy.gpu.plans import graphs, plan_of
+from benchmarks.accuracy.gpu.plans import plan_of, resized, traced
 from benchmarks.accuracy.gpu.rows import Row, Sizes
 from benchmarks.accuracy.gpu.softwares import read_softwares, software_of
 
@@ -23,8 +23,7 @@ H100 = load_profile("h100")
 
 
 def planned(row: Row):
-    ((graph, _),) = graphs([row], SOFTWARES)
-    return plan_of(graph, row, NANOTRON)
+    return plan_of(resized(traced([row], NANOTRON), [row], row), row, NANOTRON)
 
 
 def test_what_is_reduced_is_whole_and_its_slice() -> None:

@@ -1,11 +1,12 @@
 """Predicted beside measured training iterations of GPUs, whole steps and peaks of memory.
 
     python -m benchmarks.accuracy.gpu FILES… [--models CSV] [--source S] [--gpu G] [--every N] [--fast]
-        [--cross-validate] [--fit ROUNDS] [--constants NAME…] [--odds] [--output FILE]
+        [--profile GPU=NAME…] [--cross-validate] [--fit ROUNDS] [--constants NAME…] [--odds] [--output FILE]
 
 FILES: CSVs of measured configurations (`rows`), plain or gzipped. Each row becomes the plan that `template_plan` makes
 of it, on the model as its software computes it (`decoder`), and is simulated with the shipped profile of its GPU joined
-by its software's facts (`softwares`). Rows that cannot be expressed are listed with the reason.
+by its software's facts (`softwares`). Every row is predicted, or listed with the reason why not, whatever it says.
+--profile: of a GPU that none is shipped of (or in its place), by the rows' name for it, a profile's name or file.
 
 --fit goes on from the shipped constants (`fitting`), fits them to the rows whose time is known (of a grid, to runs that
 reach half of their cell's best), and writes softwares.json and the clocks in cost_profiles. --cross-validate fits
@@ -21,6 +22,7 @@ predicted fastest, and what was said of the memory of runs that finished and of 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import re
 import sys
@@ -29,10 +31,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from autopar.cost import Profile
+from autopar.errors import AutoparError
+from autopar.profiler import load_profile
 from benchmarks.accuracy.gpu.fitting import cross_validated, fit
 from benchmarks.accuracy.gpu.odds import steps_blocks, write_steps
-from benchmarks.accuracy.gpu.plans import profiles_of
-from benchmarks.accuracy.gpu.predictions import Planned, Predicted, planned, predict
+from benchmarks.accuracy.gpu.plans import GIVEN, profiles_of
+from benchmarks.accuracy.gpu.predictions import Planned, Predicted, planned, predicted
 from benchmarks.accuracy.gpu.reports import printed, written
 from benchmarks.accuracy.gpu.rows import Row, read_rows
 from benchmarks.accuracy.gpu.scores import fast_runs
@@ -51,13 +55,26 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--fast", action="store_true", help="of a grid, only runs that reach half of their cell's best")
     parser.add_argument("--fit", type=int, default=0, metavar="ROUNDS", help="fit the constants and write them")
     parser.add_argument("--constants", nargs="+", default=(), metavar="NAME", help="fit these and leave all others")
+    parser.add_argument("--profile", nargs="+", default=(), metavar="GPU=NAME", help="a GPU's profile, or its file")
     parser.add_argument("--cross-validate", action="store_true", help="leave out each model and each source in turn")
     parser.add_argument("--odds", action="store_true", help="write the spread of whole steps into the profiles")
     parser.add_argument("--output", type=Path, help="a file for every row as JSON")
     options = parser.parse_args(arguments)
     if options.output and options.output.is_dir():
         parser.error(f"expected a file for --output, found the folder {options.output}: name a file in it")
+    try:
+        GIVEN.clear()
+        GIVEN.update({gpu: known_profile(name) for gpu, _, name in (text.partition("=") for text in options.profile)})
+        options.rows = rows_of(options)
+    except (AutoparError, OSError, ValueError, EOFError, csv.Error) as error:
+        parser.error(str(error))
     return options
+
+
+def known_profile(name: str) -> tuple[str]:
+    """As `GIVEN` has it. Raises AutoparError where there is no such profile."""
+    load_profile(name)
+    return (name,)
 
 
 def rows_of(options: argparse.Namespace) -> list[Row]:
@@ -78,19 +95,20 @@ def reaching_half(rows: list[Row]) -> list[Row]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints and writes the predictions."""
-    options, started = _options(arguments), time.process_time()
-    softwares, rows = read_softwares(), rows_of(options)
+    started, options = time.process_time(), _options(arguments)
+    softwares, rows = read_softwares(), options.rows
     profiles = profiles_of(rows)
     items: Iterable[Planned] = planned(rows, softwares)
     left_out: dict[str, dict[str, float]] = {}
     if options.fit or options.cross_validate:
         items = list(items)
-        chosen = worth_fitting(items)
+        fails = {(row.source, row.id) for row in _without_prediction(items, softwares, profiles)}
+        chosen = [item for item in worth_fitting(items) if (item.row.source, item.row.id) not in fails]
         if options.fit:
             told = f"{len(chosen)} rows by {' '.join(_flags(options))}"
             softwares, profiles = fit(chosen, softwares, profiles, options.fit, told, options.constants)
             write_constants(softwares, profiles)
-    predictions = [predict(item, softwares, profiles) for item in items]
+    predictions = [predicted(item, softwares, profiles) for item in items]
     if options.cross_validate:
         known = {item.row.id: item.seconds for item in predictions}
         left_out = cross_validated(chosen, softwares, profiles, options.constants, known)
@@ -102,6 +120,13 @@ def main(arguments: list[str] | None = None) -> int:
         command = " ".join([*(path.name for path in options.csv), *_flags(options)])
         options.output.write_text(written(predictions, left_out, command, seconds), encoding="utf-8")
     return 0
+
+
+def _without_prediction(
+    items: Iterable[Planned], softwares: tuple[Software, ...], profiles: Mapping[str, Profile]
+) -> list[Row]:
+    """Planned rows that cannot be simulated, which no constant can be fitted to."""
+    return [item.row for item in items if predicted(item, softwares, profiles).reason]
 
 
 def _flags(options: argparse.Namespace) -> list[str]:

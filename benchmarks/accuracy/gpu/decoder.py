@@ -1,9 +1,9 @@
 """A decoder of any of the usual kinds, as the software that trained it computes it; on meta tensors.
 
 Llama-like (RMS norms, rotary positions, gated) and GPT-like (layer norms, learned positions), grouped key/value heads,
-heads of any width, the head tied to the embedding or not. One projection makes query, key and value, as in Megatron-LM,
-llm-foundry and nanotron, and so do gate and up: their products are what was measured. Its rows are in the order of the
-key/value heads, each with its queries, so that tensor parallelism splits whole groups.
+heads of any width, experts in all or some layers, the head tied to the embedding or not. One projection makes query,
+key and value, as in Megatron-LM, llm-foundry and nanotron, and so do gate and up: their products are what was measured.
+Its rows are in the order of the key/value heads, each with its queries, so that tensor parallelism splits whole groups.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ autopar.register_rule("decoder.squared_relu.default", "b s f -> b s f")
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model, and how its software computes it."""
+    """Sizes of the model, and how its software computes it. shared_size: of the expert that all tokens pass, 0 without
+    one. dense_layers: those without experts, where others have them."""
 
     seq_len: int
     num_layers: int
@@ -119,6 +120,11 @@ class Config:
     fuses_attention: bool = True
     dropout: float = 0.0
     float32_logits: bool = False
+    num_experts: int = 0
+    chosen_experts: int = 1
+    expert_size: int = 0
+    shared_size: int = 0
+    dense_layers: tuple[int, ...] = ()
 
     @property
     def queries_a_group(self) -> int:
@@ -170,12 +176,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two linear layers and what is between them; gated, the first one makes gate and value."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, size: int) -> None:
         super().__init__()
         self.config = config
-        width = config.mlp_size * (2 if config.is_gated else 1)
+        width = size * (2 if config.is_gated else 1)
         self.up = nn.Linear(config.hidden_size, width, bias=config.has_bias)
-        self.down = nn.Linear(config.mlp_size, config.hidden_size, bias=config.has_bias)
+        self.down = nn.Linear(size, config.hidden_size, bias=config.has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, seq, hidden) → (batch, seq, hidden)."""
@@ -190,14 +196,57 @@ class MLP(nn.Module):
         return F.gelu(x, approximate=ACTIVATIONS[self.config.activation])
 
 
-class Layer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+class Routed(nn.Module):
+    """A router, and experts whose products are grouped: each token passes the likeliest few."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        self.config, parts = config, 2 if config.is_gated else 1
+        self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.up = nn.Parameter(torch.empty(config.num_experts, parts * config.expert_size, config.hidden_size))
+        self.down = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.expert_size))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (tokens, hidden) → (tokens, hidden), by the operators that `autopar.trace.routing` knows."""
+        count, chosen = self.config.num_experts, self.config.chosen_experts
+        weights, ids = self.router(tokens).softmax(-1).topk(chosen)
+        numbers, order = torch.sort(ids.reshape(-1))
+        ends = torch.cumsum(torch.histc(numbers.float(), bins=count, min=0, max=count - 1), 0, dtype=torch.int32)
+        rows = self._between(torch._grouped_mm(tokens[order // chosen], self.up.transpose(-2, -1), ends))
+        rows = torch._grouped_mm(rows, self.down.transpose(-2, -1), ends) * weights.reshape(-1)[order].unsqueeze(-1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.size(0), device=order.device)
+        return rows[back].view(tokens.size(0), chosen, tokens.size(1)).sum(1)
+
+    def _between(self, rows: Tensor) -> Tensor:
+        if self.config.is_gated:
+            return F.silu(rows[..., ::2]) * rows[..., 1::2]  # in pairs, so that hidden values can be split
+        return F.gelu(rows, approximate=ACTIVATIONS.get(self.config.activation, "none"))
+
+
+class Experts(nn.Module):
+    """Routed experts, and the one that all tokens pass, where there is one."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.routed = Routed(config)
+        self.shared = MLP(config, config.shared_size) if config.shared_size else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (batch, seq, hidden) → (batch, seq, hidden)."""
+        mixed = self.routed(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return mixed if self.shared is None else mixed + self.shared(x)
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: Config, number: int) -> None:
+        super().__init__()
         self.dropout = config.dropout
-        self.attention_norm, self.mlp_norm = norm(config), norm(config)
-        self.attention, self.mlp = Attention(config), MLP(config)
+        self.attention_norm, self.mlp_norm, self.attention = norm(config), norm(config), Attention(config)
+        has_experts = config.num_experts and number not in config.dense_layers
+        self.mlp = Experts(config) if has_experts else MLP(config, config.mlp_size)
 
     def forward(self, x: Tensor, cosines: Tensor | None, sines: Tensor | None) -> Tensor:
         """x (batch, seq, hidden), cosines and sines (seq, head_size / 2) → (batch, seq, hidden)."""
@@ -229,7 +278,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = Embedding(config)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(config, number) for number in range(config.num_layers))
         self.final_norm = norm(config)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.is_tied:
@@ -256,18 +305,26 @@ class Decoder(nn.Module):
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
-def constraints(tensor_parallel: int, sequence_parallel: bool) -> list[Constraint]:
+def constraints(tensor_parallel: int, sequence_parallel: bool, splits_experts: bool = False) -> list[Constraint]:
     """Megatron's tensor parallelism, pinned: column and row pairs, the vocabulary split; between them everything whole,
-    or with sequence parallelism, split along the sequence."""
+    or with sequence parallelism, split along the sequence. splits_experts: so are each expert's hidden values."""
     if tensor_parallel == 1:
         return []
-    split = {"*query_key_value.weight": 0, "*output.weight": 1, "*up.weight": 0, "*down.weight": 1, "*token.weight": 0,
-             "*head.weight": 0}  # fmt: skip
+    split = {
+        "*query_key_value.weight": 0,
+        "*output.weight": 1,
+        "*up.weight": 0,
+        "*down.weight": 1,
+        "*token.weight": 0,
+        "*head.weight": 0,
+    }  # of experts `*.up` is no weight of a layer
+    split |= {"*routed.up": 1, "*routed.down": 2} if splits_experts else {}
     weights = [Constraint(name, (f"S({dim})",), what="used", axis="tp") for name, dim in split.items()]
     between = ("S(1)", "P") if sequence_parallel else ("I", "R", "P")
     edges = ["layers.[0-9]", "layers.[0-9][0-9]", "layers.[0-9][0-9][0-9]", "layers.*_norm", "final_norm"]
     edges += [] if sequence_parallel else ["embedding"]  # learned positions have one dim alone
-    return [*weights, *(Constraint(path, between, axis="tp") for path in edges)]
+    summands = [Constraint("*routed_experts*", ("P",), what="tensor", axis="tp")] if splits_experts else []
+    return [*weights, *summands, *(Constraint(path, between, axis="tp") for path in edges)]
 
 
 def build(config: Config, batch_size: int) -> tuple[Decoder, dict[str, Tensor]]:

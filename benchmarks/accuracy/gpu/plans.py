@@ -29,11 +29,13 @@ from autopar.profiler import load_profile
 from autopar.rewrites import graph_of
 from autopar.trace import trace
 from benchmarks.accuracy.gpu import decoder
-from benchmarks.accuracy.gpu.rows import NVLINK_DOMAIN, Row
+from benchmarks.accuracy.gpu.rows import NVLINK_DOMAIN, Row, Sizes
 from benchmarks.accuracy.gpu.softwares import Software, by_threshold, software_of
 
+OTHER_ATTENTION = r"multi-?(head )?latent|\bMLA\b|sliding window|attention sinks"
 UNFUSED = r'"attention-backend":"unfused"|eager attention|flash attention False'
 TRACED_LENGTH = 65537  # a prime
+MOST_SEQUENCES = 1 << 20  # of a batch that is traced, whose sizes must stay numbers of 64 bits
 ANY_MEMORY = 1 << 50  # whether it fits is asked of the prediction, not of the plan
 PROFILES = {
     "H100-SXM5-80GB": ("h100",), "H200-SXM5-141GB": ("h200",), "A100-SXM4-80GB": ("a100",),
@@ -43,17 +45,19 @@ PROFILES = {
     "H100-SXM": ("h100",), "A100-80GB": ("a100",), "A100-40GB": ("a100-40gb", "a100"),
 }  # fmt: skip
 """By the rows' names of GPUs, the shipped profiles to take, the first that there is."""
+GIVEN: dict[str, tuple[str, ...]] = {}
+"""Profiles of further GPUs, or in the place of shipped ones, by name or path: what --profile says."""
 
 
 def profile_name(gpu: str) -> str:
-    """Raises ValueError where none is shipped for it."""
-    for name in PROFILES.get(gpu, ()):
+    """Raises ValueError where none is shipped for it, nor given."""
+    for name in GIVEN.get(gpu) or PROFILES.get(gpu, ()):
         try:
             load_profile(name)
         except AutoparError:
             continue
         return name
-    raise ValueError(f"no profile is shipped of {gpu}")
+    raise ValueError(f"no profile is shipped of {gpu or 'a GPU that is not named'}; give one by --profile {gpu}=FILE")
 
 
 def profiles_of(rows: Iterable[Row]) -> dict[str, Profile]:
@@ -74,15 +78,29 @@ def reason_against(row: Row, softwares: tuple[Software, ...]) -> str:
     except ValueError as error:
         return str(error)
     assert row.sizes is not None  # else it is unknown
-    if row.sizes.num_experts:
-        return "experts: routing and grouped products are not in the decoder of this benchmark"
-    if row.ep > 1:
-        return "ep: template_plan has no expert parallelism"
+    if reason := reason_against_model(row):
+        return reason
     if empty_stages(row, software_of(row.framework, softwares)):
         return f"{row.pp} stages: {row.framework} leaves some without a block, which have no gradients, and stops"
-    if "multi-latent" in row.other or "lora" in row.other.lower():
-        return "multi-latent attention or LoRA: not in the decoder of this benchmark"
     return ""
+
+
+def reason_against_model(row: Row) -> str:
+    """What of its model the decoder of this benchmark does not have, or of its experts `template_plan`."""
+    assert row.sizes is not None
+    if "lora" in row.other.lower() or re.search(OTHER_ATTENTION, f"{row.other} {row.sizes.notes}", re.IGNORECASE):
+        return "multi-latent attention, windows of it, or LoRA: not in the decoder of this benchmark"
+    if expert_slices(row) not in (1, row.tp):
+        return f"etp={row.etp}: template_plan has the hidden values of experts whole, or split over tp={row.tp}"
+    if row.ep > 1 and not row.sizes.num_experts:
+        return f"ep={row.ep}: the model has no experts"
+    return ""
+
+
+def expert_slices(row: Row) -> int:
+    """Among how many ranks each expert's hidden values are split: not stated, as Megatron-LM has it, over all of tp."""
+    assert row.sizes is not None
+    return (row.etp or row.tp) if row.sizes.num_experts else 1
 
 
 def config_of(row: Row, software: Software) -> decoder.Config:
@@ -98,35 +116,58 @@ def config_of(row: Row, software: Software) -> decoder.Config:
         seq_len=row.seq, num_layers=sizes.layers, hidden_size=sizes.hidden, num_heads=sizes.heads,
         num_kv_heads=sizes.kv_heads, head_size=sizes.head_size, mlp_size=sizes.ffn, vocab_size=sizes.vocab,
         is_tied=sizes.is_tied, is_causal=sizes.is_causal, fuses_attention=not re.search(UNFUSED, row.other),
+        num_experts=sizes.num_experts, chosen_experts=sizes.chosen_experts, expert_size=sizes.expert_ffn,
+        shared_size=sizes.shared_ffn, dense_layers=dense_layers(sizes),
         **{**kind, **software.model},
     )  # fmt: skip
 
 
-def graphs(rows: Sequence[Row], softwares: tuple[Software, ...]) -> Iterator[tuple[Graph, list[Row]]]:
-    """Traced models, each with the rows that are of it."""
+def dense_layers(sizes: Sizes) -> tuple[int, ...]:
+    """Those without experts: every other one from the first, where the model's notes say so, or the first ones."""
+    if not sizes.num_experts:
+        return ()
+    if "every other layer is moe" in sizes.notes.lower():
+        return tuple(range(0, sizes.layers, 2))
+    return tuple(range(sizes.dense_layers))
 
-    def config(row: Row) -> decoder.Config:
-        return config_of(row, software_of(row.framework, softwares))
 
-    def traced_as(row: Row) -> decoder.Config:
-        """Masks of unfused attention are computed once, which they would be at any length."""
-        own = config(row)
-        return replace(own, seq_len=TRACED_LENGTH) if own.fuses_attention else own
+def alike(rows: Sequence[Row], softwares: tuple[Software, ...]) -> Iterator[list[Row]]:
+    """Rows of one model, in the order of their shapes, as many together as one batch can be of a size for."""
 
     def key(row: Row) -> tuple[str, str, bool]:
-        return str(traced_as(row)), row.precision, software_of(row.framework, softwares).wraps_layers
+        software = software_of(row.framework, softwares)
+        return str(traced_as(row, software)), row.precision, software.wraps_layers
 
     for _, group in groupby(sorted(rows, key=key), key):
-        members = sorted(group, key=lambda row: (row.seq, row.global_batch))
-        batch = math.lcm(*(row.global_batch for row in members))
-        dtype = None if members[0].precision == "fp32" else torch.bfloat16
-        whole = trace(*decoder.build(traced_as(members[0]), batch), mode="train", compute_dtype=dtype)
-        whole = with_half_head(whole) if members[0].precision == "fp8" else whole
-        whole = of_whole_layers(whole) if key(members[0])[2] else whole
-        for seq, same_length in groupby(members, lambda row: row.seq):
-            long = of_length(whole, seq)
-            for size, same in groupby(same_length, lambda row: row.global_batch):
-                yield divided_graph(long, batch // size), list(same)
+        members: list[Row] = []
+        for row in sorted(group, key=lambda row: (row.seq, row.global_batch)):
+            if members and math.lcm(*(one.global_batch for one in (*members, row))) > MOST_SEQUENCES:
+                yield members
+                members = []
+            members.append(row)
+        yield members
+
+
+def traced_as(row: Row, software: Software) -> decoder.Config:
+    """The model, with sequences that stand for those of any length; masks of unfused attention are computed once, which
+    they would be at any length."""
+    own = config_of(row, software)
+    return replace(own, seq_len=TRACED_LENGTH) if own.fuses_attention else own
+
+
+def traced(members: Sequence[Row], software: Software) -> Graph:
+    """The model of these rows, of a batch that all of theirs divide."""
+    batch = math.lcm(*(row.global_batch for row in members))
+    dtype = None if members[0].precision == "fp32" else torch.bfloat16
+    whole = trace(*decoder.build(traced_as(members[0], software), batch), mode="train", compute_dtype=dtype)
+    whole = with_half_head(whole) if members[0].precision == "fp8" else whole
+    return of_whole_layers(whole) if software.wraps_layers else whole
+
+
+def resized(whole: Graph, members: Sequence[Row], row: Row) -> Graph:
+    """The model of all these rows (`traced`) as one of them runs it."""
+    batch = math.lcm(*(one.global_batch for one in members))
+    return divided_graph(of_length(whole, row.seq), batch // row.global_batch)
 
 
 def with_half_head(graph: Graph) -> Graph:
@@ -216,20 +257,26 @@ def layers_again(plan: Plan, graph: Graph, counts: tuple[int, ...]) -> tuple[str
     return tuple(found)
 
 
+def near_devices(row: Row) -> int:
+    """As many as NVLink joins: of a rack the most that make equal parts of all devices."""
+    if row.gpu.startswith("GB"):
+        return max(count for count in range(1, NVLINK_DOMAIN + 1) if row.gpus % count == 0)
+    return min(row.per_node, row.gpus)
+
+
 def plan_of(graph: Graph, row: Row, software: Software) -> tuple[Graph, Plan]:
     """The graph of one microbatch, and the row's plan on it. Raises AutoparError where it cannot be expressed."""
-    per_node = NVLINK_DOMAIN if row.gpu.startswith("GB") else row.per_node
-    per_node = min(per_node, row.gpus)
+    per_node = near_devices(row)
     mesh = autopar.Mesh(profile_name(row.gpu), row.gpus // per_node, per_node)
     is_sharded = row.hsdp > 1 and row.hsdp < row.dp
     plan = template_of_graph(
         graph, mesh, dp=row.dp, tp=row.tp, pp=row.pp, microbatches=row.microbatches, layers=stage_layers(row, software),
         schedule="interleaved" if row.vp > 1 else "1f1b", chunks=max(2, row.vp),
-        sequence_parallel=row.sequence_parallel and row.tp > 1, cp=row.cp, context=software.context,
+        sequence_parallel=row.sequence_parallel and row.tp > 1, cp=row.cp, context=software.context, ep=row.ep,
         zero=row.zero if row.dp > 1 else 0,
         hsdp=row.hsdp if is_sharded else 1, recompute=row.recompute, optimizer="adamw",
         precision=None if row.precision == "fp32" else "bf16", memory_limit=ANY_MEMORY,
-        constraints=decoder.constraints(row.tp, row.sequence_parallel),
+        constraints=decoder.constraints(row.tp, row.sequence_parallel, row.tp > 1 and expert_slices(row) > 1),
     )  # fmt: skip
     part = divided_graph(graph_of(plan, graph), row.microbatches)
     if row.again:

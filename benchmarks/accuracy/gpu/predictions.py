@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, TypeVar
 
 from autopar.cost import Profile
 from autopar.errors import AutoparError
@@ -15,11 +17,12 @@ from autopar.simulate import Overlap, Sums, Timeline, simulate
 from autopar.simulate import predict as told_of
 from autopar.simulate.engine import Sent
 from benchmarks.accuracy.gpu.memory import allocated_bytes, held, sums_bytes
-from benchmarks.accuracy.gpu.plans import graphs, plan_of, profile_name, reason_against
+from benchmarks.accuracy.gpu.plans import alike, plan_of, profile_name, reason_against, resized, traced
 from benchmarks.accuracy.gpu.rows import Row
 from benchmarks.accuracy.gpu.softwares import Software, software_of
 
 EVEN = 0.5
+Result = TypeVar("Result")
 FLOAT8, BFLOAT16, FLOAT16 = "float8_e4m3fn", "bfloat16", "float16"  # in the names of tables
 
 
@@ -52,18 +55,47 @@ class Predicted:
 
 def planned(rows: Sequence[Row], softwares: tuple[Software, ...]) -> Iterator[Planned]:
     """Each row, in an order in which those of a model are together."""
-    reasons = [reason_against(row, softwares) for row in rows]
-    yield from (Planned(row, reason=reason) for row, reason in zip(rows, reasons, strict=True) if reason)
-    wanted, done = [row for row, reason in zip(rows, reasons, strict=True) if not reason], 0
-    for graph, members in graphs(wanted, softwares):
-        for row in members:
-            done += 1
-            progress(f"{done} of {len(wanted)} rows")
-            try:
-                part, plan = plan_of(graph, row, software_of(row.framework, softwares))
-                yield Planned(row, part, replace(plan, simulator=None))
-            except AutoparError as error:
-                yield Planned(row, reason=f"template_plan: {error}")
+    wanted = []
+    for row in rows:
+        found, failed = told(reason_against, row, softwares)
+        if reason := failed or found:
+            yield Planned(row, reason=reason)
+        else:
+            wanted.append(row)
+    for members in alike(wanted, softwares):
+        yield from _planned_alike(members, software_of(members[0].framework, softwares))
+
+
+def _planned_alike(members: Sequence[Row], software: Software) -> Iterator[Planned]:
+    """Rows of one model, which is traced once."""
+    whole, why_not = told(traced, members, software)
+    for _, same in groupby(members, lambda row: (row.seq, row.global_batch)):
+        own = list(same)
+        graph, reason = (None, why_not) if whole is None else told(resized, whole, members, own[0])
+        for row in own:
+            progress(f"{row.source}: {row.id}")
+            found, reason_of_row = (None, reason) if graph is None else told(plan_of, graph, row, software)
+            if found is None:
+                yield Planned(row, reason=reason_of_row)
+            else:
+                yield Planned(row, found[0], replace(found[1], simulator=None))
+
+
+def told(function: Callable[..., Result], *arguments: Any) -> tuple[Result | None, str]:
+    """Its result; or why there is none: no row ends the others. What is not autopar's own word is a mistake of ours,
+    and is said to be."""
+    try:
+        return function(*arguments), ""
+    except AutoparError as error:
+        return None, f"template_plan: {error}"
+    except Exception as error:  # whatever it is, it is listed
+        return None, f"a mistake of this benchmark: {type(error).__name__} in {function.__name__}: {error}"
+
+
+def predicted(item: Planned, softwares: tuple[Software, ...], profiles: Mapping[str, Profile]) -> Predicted:
+    """`predict`; where that fails, why."""
+    found, reason = told(predict, item, softwares, profiles)
+    return found or Predicted(item.row, reason=reason)
 
 
 def predict(item: Planned, softwares: tuple[Software, ...], profiles: Mapping[str, Profile]) -> Predicted:

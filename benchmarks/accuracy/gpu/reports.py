@@ -29,6 +29,8 @@ def printed(items: Sequence[Predicted], left_out: LeftOut, seconds: int) -> str:
     parts += [_table("cell", by_cell(items)), calibration(items, left_out.get("model", {})), ""]
     parts += [f"{name}: {_text(name, value)}" for name, value in of_grid(items).items()]
     parts += ["", "not predicted:", *_reasons(items)] if any(item.reason for item in items) else []
+    predictions = sum(not item.reason for item in items)
+    parts += [f"{len(items)} rows were read: {predictions} are predicted, {len(items) - predictions} are not (above)"]
     return "\n".join([*filter(None, parts), f"{len(scored(items))} rows; {seconds} s of processor time"])
 
 

@@ -2,7 +2,9 @@
 
 Two forms are known by their columns: that of `training_iterations.csv` (its models are in `models.csv` beside it, or
 given), and that of a measured grid of plans (model, nodes, dp, tp, pp, zero, mbs, grad_acc, gbs_sequences, tokens_s,
-memory_gb), whose models are `GRID`. A value that is not understood makes its row one that is listed with the reason.
+memory_gb), whose models are `GRID`. A value that is not understood, or a column that is not there, makes its row one
+that is listed with the reason, unless the others say it: dp is what the devices leave, a step's time follows from
+tokens a second.
 """
 
 from __future__ import annotations
@@ -10,21 +12,27 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
 DEVICES_PER_NODE = 8
-NVLINK_DOMAIN = 64  # of a GB200 or GB300 rack's 72, those that a power of two of ranks uses
+NVLINK_DOMAIN = 72  # devices of a GB200 or GB300 rack
+GRID_COLUMNS = {"model", "nodes", "dp", "tp", "pp", "mbs", "grad_acc"}
+TRAINING_COLUMNS = {"model", "gpu"}
+EXPERT_COLUMNS = ("experts", "top_k", "moe_ffn", "shared_expert_ffn", "dense_layers")
+LATER_CHUNKS = r"VP given as NA in this release, (\d+) in the next"
 FLAGS = {"": None, "0": False, "0.0": False, "1": True, "1.0": True}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What `models.csv` says of a model."""
+    """What `models.csv` says of a model. shared_ffn: of the expert that all tokens pass, 0 without one."""
 
     layers: int
     hidden: int
@@ -38,15 +46,20 @@ class Sizes:
     num_experts: int = 0
     is_causal: bool = True
     notes: str = ""
+    chosen_experts: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    dense_layers: int = 0  # without experts, where others have them
 
 
 GRID = {
     "1B": Sizes(16, 2048, 32, 32, 64, 8192, True, 131072, True),
     "3B": Sizes(28, 3072, 32, 32, 96, 8192, True, 131072, True),
-    "8B": Sizes(32, 4096, 32, 32, 128, 14336, True, 131072, True),
-    "80B": Sizes(80, 8192, 64, 64, 128, 28672, True, 131072, True),
+    "8B": Sizes(32, 4096, 32, 32, 128, 14336, True, 131072, False),
+    "80B": Sizes(80, 8192, 64, 64, 128, 28672, True, 131072, False),
 }
-"""The models of the grid: the first two as its description has them, the others as the same software's examples do."""
+"""The models of the grid, as huggingface/nanotron's scripts/scaling_benchmarks.py makes them: heads are tied to the
+embedding where the feed-forward part is narrower than 10,000. With that the last has the 80 billion of its name."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,8 @@ class Row:
     """One measured iteration. measured_s: None of a run that did not finish. hsdp: among how many ranks ZeRO shards,
     1 for all. again: of each stage (or one number for all) how many layers are computed again, where recompute does not
     say it of all. layers: blocks of each stage, where they are not even. tells_first: memory_bytes are those of rank 0
-    and not of the fullest. unknown: why nothing can be said of it."""
+    and not of the fullest. etp: among how many ranks each expert is split, 0 where that is not stated. unknown: why
+    nothing can be said of it."""
 
     id: str
     source: str
@@ -74,6 +88,7 @@ class Row:
     vp: int = 1
     cp: int = 1
     ep: int = 1
+    etp: int = 0
     sequence_parallel: bool = False
     zero: int = 0
     hsdp: int = 1
@@ -107,22 +122,36 @@ class UnknownError(ValueError):
 
 
 def read_rows(path: Path, models: Path | None = None) -> list[Row]:
-    """The rows of a file, plain or gzipped. Raises ValueError for columns of neither form."""
-    records = list(_records(path))
-    columns = set(records[0]) if records else set()
-    if {"nodes", "grad_acc", "memory_gb"} <= columns:
-        return [_grid_row(path, number, record) for number, record in enumerate(records, 2)]
-    if {"framework", "step_time_s", "global_batch"} <= columns:
+    """The rows of a file, plain or gzipped, each of its lines one. Raises ValueError for columns of neither form."""
+    columns, records = _table(path)
+    place = path.name.partition(".")[0]
+    if columns >= GRID_COLUMNS:
+        return [_grid_row(f"{place}:{number}", record) for number, record in enumerate(records, 2)]
+    if columns >= TRAINING_COLUMNS:
         known = read_models(models or path.parent / "models.csv")
-        return [_training_row(record, known) for record in records]
-    raise ValueError(f"{path}: expected the columns of training iterations or of a grid, found {sorted(columns)}")
+        rows = [_training_row(f"{place}:{number}", record, known) for number, record in enumerate(records, 2)]
+        return _named_apart(rows, place)
+    raise ValueError(
+        f"{path}: expected the columns of training iterations ({', '.join(sorted(TRAINING_COLUMNS))} and others) or of "
+        f"a grid ({', '.join(sorted(GRID_COLUMNS))} and others), found {sorted(columns)}"
+    )
 
 
-def _records(path: Path) -> Iterator[dict[str, str]]:
+def _named_apart(rows: Sequence[Row], place: str) -> list[Row]:
+    """Rows of one name are told apart by their lines: errors are kept by names."""
+    counts = Counter(row.id for row in rows)
+    return [
+        row if counts[row.id] == 1 else replace(row, id=f"{row.id} ({place}:{number})")
+        for number, row in enumerate(rows, 2)
+    ]
+
+
+def _table(path: Path) -> tuple[set[str], list[dict[str, str]]]:
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", newline="", encoding="utf-8-sig") as file:
-        for record in csv.DictReader(file):
-            yield {name: (value or "").strip() for name, value in record.items() if name}
+        reader = csv.DictReader(file, restkey="")
+        records = [{name: (value or "").strip() for name, value in record.items() if name} for record in reader]
+        return {name.strip() for name in reader.fieldnames or () if name}, records
 
 
 def read_models(path: Path) -> dict[str, Sizes]:
@@ -130,7 +159,7 @@ def read_models(path: Path) -> dict[str, Sizes]:
     if not path.exists() and not path.with_name(path.name + ".gz").exists():
         return {}
     found = {}
-    for record in _records(path if path.exists() else path.with_name(path.name + ".gz")):
+    for record in _table(path if path.exists() else path.with_name(path.name + ".gz"))[1]:
         try:
             found[record["model"]] = _sizes(record)
         except (KeyError, ValueError):
@@ -141,70 +170,101 @@ def read_models(path: Path) -> dict[str, Sizes]:
 def _sizes(record: Mapping[str, str]) -> Sizes:
     names = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn")
     numbers = [int(float(record[name])) for name in names]
+    of_experts = {name: int(float(record.get(name) or 0)) for name in EXPERT_COLUMNS}
     return Sizes(
         *numbers, bool(FLAGS[record["gated_mlp"]]), int(float(record["vocab"])), bool(FLAGS[record["tied_embeddings"]]),
-        int(float(record.get("experts") or 0)), "encoder" not in record.get("notes", ""), record.get("notes", ""),
+        of_experts["experts"], "encoder" not in record.get("notes", ""), record.get("notes", ""),
+        of_experts["top_k"], of_experts["moe_ffn"], of_experts["shared_expert_ffn"], of_experts["dense_layers"],
     )  # fmt: skip
 
 
 # A grid of plans ----------------------------------------
 
 
-def _grid_row(path: Path, number: int, record: Mapping[str, str]) -> Row:
+class _Reader:
+    """Reads each column of a record by itself, so that all reasons why it says nothing are told."""
+
+    def __init__(self, record: Mapping[str, str]) -> None:
+        self.record, self.reasons = record, list[str]()
+
+    def __call__(self, name: str, how: Callable[[str], Any], default: Any) -> Any:
+        text = self.record.get(name, "")
+        try:
+            return how(text)
+        except UnknownError as error:
+            self.reasons.append(f"{name}: {error}")
+        except Exception:  # what a file may say has no end, and none of it may end the other rows
+            self.reasons.append(f"{name} {text!r}" if name in self.record else f"{name}: no such column")
+        return default
+
+
+def _grid_row(name: str, record: Mapping[str, str]) -> Row:
     """Its memory is in GiB, as what ZeRO saves on many ranks says, and that of rank 0, whatever last stages hold."""
-    counts = {name: int(float(record[name])) for name in ("nodes", "dp", "tp", "pp", "zero", "mbs", "grad_acc")}
+    read, model = _Reader(record), record.get("model", "")
+    if model not in GRID:
+        read.reasons.append(f"no sizes known of the model {model!r}")
+    counts = {column: read(column, _count, 1) for column in ("nodes", "dp", "tp", "pp", "mbs", "grad_acc")}
     sequences = counts["dp"] * counts["mbs"] * counts["grad_acc"]  # as it ran, whatever the batch that is stated
-    other = "" if sequences == int(float(record["gbs_sequences"])) else f", {sequences} sequences"
-    speed = float(record["tokens_s"] or 0) if record.get("mfu_percent") else 0.0
-    seq = int(float(record.get("seq") or 4096))
-    return Row(
-        id=f"{path.name.partition('.')[0]}:{number}", source=f"playbook {record['model']}", framework="nanotron",
-        gpu="H100-SXM5-80GB", gpus=counts["nodes"] * DEVICES_PER_NODE, per_node=DEVICES_PER_NODE,
-        model=record["model"], sizes=GRID.get(record["model"]), precision="bf16", seq=seq, micro_batch=counts["mbs"],
-        global_batch=sequences, dp=counts["dp"], tp=counts["tp"], pp=counts["pp"], zero=counts["zero"],
-        sequence_parallel=counts["tp"] > 1, measured_s=sequences * seq / speed if speed else None,
-        memory_bytes=float(record["memory_gb"]) * GIB if record.get("memory_gb") else None, tells_first=True,
-        cell=f"{record['model']}, {counts['nodes']} nodes{other}", network="efa",
-        unknown="" if record["model"] in GRID else f"no sizes known of the model {record['model']!r}",
+    other = "" if record.get("gbs_sequences", "") in ("", f"{sequences}") else f", {sequences} sequences"
+    speed = read("tokens_s", _speed, 0.0) if record.get("mfu_percent", "any") else 0.0
+    seq = read("seq", _count, 4096) if record.get("seq") else 4096
+    row = Row(
+        id=name, source=f"playbook {model}", framework="nanotron", gpu="H100-SXM5-80GB",
+        gpus=counts["nodes"] * DEVICES_PER_NODE, per_node=DEVICES_PER_NODE, model=model, sizes=GRID.get(model),
+        precision="bf16", seq=seq, micro_batch=counts["mbs"], global_batch=sequences, dp=counts["dp"], tp=counts["tp"],
+        pp=counts["pp"], zero=read("zero", _kind_of_zero, 0), sequence_parallel=counts["tp"] > 1,
+        measured_s=sequences * seq / speed if speed else None, memory_bytes=_memory(record, "memory_gb"),
+        tells_first=True, cell=f"{model}, {counts['nodes']} nodes{other}", network="efa",
     )  # fmt: skip
+    return replace(row, unknown="; ".join([*read.reasons, *_uneven(row, read.reasons)]))
 
 
 # Training iterations ----------------------------------------
 
 
-def _training_row(record: Mapping[str, str], models: Mapping[str, Sizes]) -> Row:
-    """Every column is read by itself, so that the reasons of a row that cannot be predicted are all told."""
-    reasons: list[str] = []
-
-    def read(name: str, how: Any, default: Any) -> Any:
-        try:
-            return how(record.get(name, ""))
-        except (UnknownError, ValueError, KeyError) as error:
-            reasons.append(f"{name}: {error}" if isinstance(error, UnknownError) else f"{name} {record.get(name)!r}")
-            return default
-
-    sizes = read_sizes(record, models)
-    if sizes is None:
-        reasons.append(f"no sizes known of the model {record.get('model')!r}")
-    later = re.search(r"VP given as NA in this release, (\d+) in the next", record.get("notes", ""))
+def _training_row(name: str, record: Mapping[str, str], models: Mapping[str, Sizes]) -> Row:
+    """name: of a row that has none."""
+    read, later = _Reader(record), re.search(LATER_CHUNKS, record.get("notes", ""))
+    sizes = read("model", lambda model: read_sizes(model, record, models), None)
     kind, among = read("dp_sharding", _sharding, (0, 1))
     recompute, again = read("recompute", _recompute, ("none", ()))
     row = Row(
-        id=record.get("id", ""), source=record.get("source", ""), framework=record["framework"], gpu=record["gpu"],
-        gpus=read("gpus", _count, 1), per_node=read("gpus_per_node", _count, 1), model=record["model"], sizes=sizes,
-        precision=read("precision", _precision, "bf16"), seq=read("seq", _count, 1),
-        micro_batch=read("micro_batch", _count, 1), global_batch=read("global_batch", _count, 1),
-        dp=read("dp", _count, 1), tp=read("tp", _count, 1), pp=read("pp", _count, 1),
+        id=record.get("id") or name, source=record.get("source", ""), framework=record.get("framework", ""),
+        gpu=record.get("gpu", ""), gpus=read("gpus", _count, 1), per_node=read("gpus_per_node", _per_node, 1),
+        model=record.get("model", ""), sizes=sizes, precision=read("precision", _precision, "bf16"),
+        seq=read("seq", _count, 1), micro_batch=read("micro_batch", _count, 1),
+        global_batch=read("global_batch", _count, 1), dp=1, tp=read("tp", _count, 1), pp=read("pp", _count, 1),
         vp=int(later[1]) if later else read("vp", _optional, 1),
         cp=read("cp", _optional, 1), ep=read("ep", _optional, 1),
+        etp=read("etp", _count, 0) if record.get("etp") else 0,
         sequence_parallel=bool(FLAGS.get(record.get("sequence_parallel", ""))), zero=kind, hsdp=among,
-        recompute=recompute, again=again, layers=_stage_layers(record),
-        measured_s=read("step_time_s", float, None), memory_bytes=_memory(record),
-        other=" ".join((record.get("other_settings", ""), record.get("notes", ""), record.get("task", ""))),
+        recompute=recompute, again=again, layers=read("other_settings", lambda _: _stage_layers(record), None),
+        memory_bytes=_memory(record, "memory_GiB"),
+        other=" ".join(record.get(column, "") for column in ("other_settings", "notes", "task")),
     )  # fmt: skip
-    if record.get("offload") not in ("", "none", "not stated", None) and re.search(r"[1-9]", record["offload"]):
-        reasons.append("offload: of states to the host")
-    return replace(row, unknown="; ".join([*reasons, *_uneven(row, reasons)]))
+    row = replace(row, dp=read("dp", lambda text: _data_parallel(text, row), 1))
+    row = replace(row, measured_s=read("step_time_s", lambda text: _step_seconds(text, record, row), None))
+    read.reasons += _offloaded(record)
+    return replace(row, unknown="; ".join([*read.reasons, *_uneven(row, read.reasons)]))
+
+
+def _offloaded(record: Mapping[str, str]) -> list[str]:
+    text = record.get("offload", "")
+    is_stated = text not in ("", "none", "not stated") and re.search(r"[1-9]", text)
+    return ["offload: of states to the host"] if is_stated else []
+
+
+def _data_parallel(text: str, row: Row) -> int:
+    """Where it is not stated, the devices that the other dimensions leave."""
+    return row.gpus // (row.tp * row.pp * row.cp) if text == "" else _count(text)
+
+
+def _step_seconds(text: str, record: Mapping[str, str], row: Row) -> float:
+    """Where it is not stated, from tokens a second and device."""
+    speed = record.get("tokens_per_s_per_gpu", "")
+    if text == "" and speed:
+        return row.global_batch * row.seq / (_positive(speed) * row.gpus)
+    return _positive(text)
 
 
 def _uneven(row: Row, reasons: Sequence[str]) -> list[str]:
@@ -212,34 +272,65 @@ def _uneven(row: Row, reasons: Sequence[str]) -> list[str]:
         return []
     if row.dp * row.tp * row.pp * row.cp != row.gpus:
         return [f"{row.gpus} GPUs are not dp × tp × pp × cp = {row.dp} × {row.tp} × {row.pp} × {row.cp}"]
+    if row.gpus > row.per_node and row.gpus % row.per_node:
+        return [f"{row.gpus} GPUs are not whole nodes of {row.per_node}"]
     if row.global_batch % (row.dp * row.micro_batch):
         return [f"a global batch of {row.global_batch} is not of whole micro batches"]
     return []
 
 
-def read_sizes(record: Mapping[str, str], models: Mapping[str, Sizes]) -> Sizes | None:
-    """Of the model's row, or of a name that says them."""
-    name = record.get("model", "")
-    known = models.get(name)
+def read_sizes(model: str, record: Mapping[str, str], models: Mapping[str, Sizes]) -> Sizes:
+    """Of the model's row, or of a name that says them. Raises UnknownError where neither does."""
+    known = models.get(model) or _named_sizes(model, record.get("other_settings", ""))
     if known is None:
-        found = re.match(r"mcore-test L(\d+) h(\d+) heads(\d+) kv(\d+) ffndefault( experts(\d+))?", name)
-        if not found:
-            return None
-        layers, hidden, heads, kv = (int(found[number]) for number in range(1, 5))
-        other = record.get("other_settings", "")
-        vocab = re.search(r'"vocab-size":(\d+)', other)
-        known = Sizes(
-            layers, hidden, heads, kv, hidden // heads, 4 * hidden, '"swiglu":true' in other,
-            int(vocab[1]) if vocab else 50257, "untie-embeddings" not in other, int(found[6] or 0),
-        )  # fmt: skip
+        remedy = "" if models else ", and no models.csv beside the file: name one by --models"
+        raise UnknownError(f"no sizes known of the model {model!r}{remedy}")
     vocab = -(-known.vocab // 128) * 128  # softwares pad it, or products would be slow
     return replace(known, vocab=vocab)
 
 
+def _named_sizes(model: str, other: str) -> Sizes | None:
+    """Of Megatron-LM's tests."""
+    pattern = r"mcore-test L(\d+) h(\d+) heads(\d+) kv(\d+) ffndefault( experts(\d+)( topk(\d+))?)?"
+    found = re.match(pattern, model)
+    if not found:
+        return None
+    layers, hidden, heads, kv = (int(found[number]) for number in range(1, 5))
+    vocab = re.search(r'"vocab-size":(\d+)', other)
+    return Sizes(
+        layers, hidden, heads, kv, hidden // heads, 4 * hidden, '"swiglu":true' in other,
+        int(vocab[1]) if vocab else 50257, "untie-embeddings" not in other, int(found[6] or 0),
+        chosen_experts=int(found[8] or 1), expert_ffn=4 * hidden,
+    )  # fmt: skip
+
+
 def _count(text: str) -> int:
-    if not re.fullmatch(r"\d+(\.0+)?", text):
+    if not re.fullmatch(r"\d+(\.0+)?", text) or not float(text):
         raise UnknownError(f"expected one number, found {text!r}")
     return int(float(text))
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise UnknownError(f"expected a positive number, found {text!r}")
+    return value
+
+
+def _speed(text: str) -> float:
+    """Nothing where a run has none."""
+    return _positive(text) if text and float(text) else 0.0
+
+
+def _kind_of_zero(text: str) -> int:
+    if text not in ("0", "1", "2", "3", "0.0", "1.0", "2.0", "3.0"):
+        raise UnknownError(f"expected 0 to 3, found {text!r}")
+    return int(float(text))
+
+
+def _per_node(text: str) -> int:
+    """Where it is not stated, as many as most nodes have."""
+    return DEVICES_PER_NODE if text == "" else _count(text)
 
 
 def _optional(text: str) -> int:
@@ -310,8 +401,9 @@ def _stage_layers(record: Mapping[str, str]) -> tuple[int, ...] | None:
     return tuple(layers) if len(layers) > 1 else None
 
 
-def _memory(record: Mapping[str, str]) -> float | None:
+def _memory(record: Mapping[str, str], column: str) -> float | None:
+    """None where it is not stated, or no number."""
     try:
-        return float(record.get("memory_GiB", "")) * GIB
+        return _positive(record.get(column, "")) * GIB
     except ValueError:
         return None
