@@ -274,7 +274,9 @@ class Reducer:
         for journey in resized[: max(0, len(resized) - MAX_IN_FLIGHT + 1)]:
             journey.finish()
             self._in_flight.remove(journey)
-        self._in_flight.append(GradientReduction(bucket, self.mesh))
+        journey = GradientReduction(bucket, self.mesh)
+        if journey.slots:  # it is not home yet
+            self._in_flight.append(journey)
 
 
 def make_buckets(slots: Sequence[ParameterUse], unit_of: Callable[[ParameterUse], object]) -> list[GradientBucket]:
