@@ -57,6 +57,7 @@ def all_to_all(x: Tensor, source: int, target: int, axis: Axis, size: int | None
     parts = split(pad(x, source, longest_part(size, axis)), target, axis)
     received = torch.empty_like(parts)
     comm.all_to_all(received, parts, axis)
+    del parts
     whole = join(received, source, size, axis)
     return whole.narrow(target, 0, local_size(target_size, axis)).contiguous()
 

@@ -87,6 +87,8 @@ class GradientReduction:
         self.slots, self.tensors, self.buffer = bucket.hand_over()
         self.mesh = mesh
         self.owned = False  # whether the tensors are ours to overwrite
+        # where autograd's gradients lie: a step that the rank stops for may hand on what it was given
+        self._made = {tensor.untyped_storage().data_ptr() for tensor in self.tensors}
         self.on_host = bucket.slots[0].parameter.is_on_host
         steps = [sized.step for sized in bucket.slots[0].steps]
         # what arrives is memory of its own, beside whole gradients or packed shards: few of these are under way
@@ -191,7 +193,9 @@ class GradientReduction:
 
     def _deliver(self) -> None:
         for slot, tensor in zip(self.slots, self.tensors, strict=True):
-            slot.parameter.add_gradient(tensor)
+            slot.parameter.add_gradient(
+                tensor, owned=self.owned or tensor.untyped_storage().data_ptr() not in self._made
+            )
         self.slots, self.tensors, self.buffer = [], [], None
 
 
@@ -210,9 +214,10 @@ class Reducer:
         for bucket in self.buckets:
             for slot in bucket.slots:
                 on_gradient(slot.leaf, partial(self._gradient_done, bucket, slot))
+        sent_too = {id(slot.parameter) for slot in self._converted if slot not in self._local}
         for slot in self._local:
-            if slot.is_cast:
-                on_gradient(slot.leaf, partial(_keep_gradient, slot))
+            if slot.is_cast or id(slot.parameter) in sent_too:
+                on_gradient(slot.leaf, partial(self._keep, slot))
 
     def begin_microbatch(self, is_last: bool) -> None:
         self.is_last_microbatch = is_last
@@ -227,6 +232,8 @@ class Reducer:
                     if slot.leaf.grad is not None:
                         bucket.collect(slot)
                 self._send(bucket)
+        for slot in self._converted:
+            slot.parameter.own_gradient()
 
     def begin_step(self) -> None:
         """Forgets what a step that failed midway may have left."""
@@ -261,6 +268,14 @@ class Reducer:
         elif bucket.has_buffer or bucket.is_cast:
             bucket.collect(slot)
 
+    def _keep(self, slot: ParameterUse) -> None:
+        """Of a leaf that is what is stored: added to what other uses of the parameter have sent home before."""
+        for journey in [*self._in_flight]:
+            if any(other.parameter is slot.parameter for other in journey.slots):
+                journey.finish()
+                self._in_flight.remove(journey)
+        _keep_gradient(slot)
+
     def _is_due(self, bucket: GradientBucket) -> bool:
         return self.is_last_microbatch or bucket.each_microbatch
 
@@ -274,7 +289,9 @@ class Reducer:
         for journey in resized[: max(0, len(resized) - MAX_IN_FLIGHT + 1)]:
             journey.finish()
             self._in_flight.remove(journey)
-        self._in_flight.append(GradientReduction(bucket, self.mesh))
+        journey = GradientReduction(bucket, self.mesh)
+        if journey.slots:  # it is not home yet
+            self._in_flight.append(journey)
 
 
 def make_buckets(slots: Sequence[ParameterUse], unit_of: Callable[[ParameterUse], object]) -> list[GradientBucket]:
@@ -320,7 +337,8 @@ def _without_rest(part: Tensor) -> Tensor:
 
 def _keep_gradient(slot: ParameterUse) -> None:
     """Of a leaf that is what is stored, but for its dtype: its gradient is at home."""
-    slot.parameter.add_gradient(_take_gradient(slot).to(slot.parameter.declared.dtype))
+    dtype = slot.parameter.declared.dtype
+    slot.parameter.add_gradient(_take_gradient(slot).to(dtype), owned=slot.dtype != dtype)
 
 
 def _take_gradient(slot: ParameterUse) -> Tensor:

@@ -70,6 +70,7 @@ class StoredParameter:
             self.local = self.tensor.data
         self._storage = self.tensor.untyped_storage()  # kept, so that no other is ever at its address
         self.gradient: Tensor | None = None
+        self._is_owned = False  # that gradient's memory
         self._wrapped: tuple[Tensor, Tensor] | None = None  # what may become the gradient, and its DTensor
         self.is_leaf = False  # whether the program computes with the parameter itself
         self._set_aside: tuple[Tensor | None, list[dict[int, Any]]] | None = None
@@ -115,9 +116,20 @@ class StoredParameter:
         is_same = held.untyped_storage()._cdata == self._storage._cdata  # a DTensor's `data` leaves its local tensor
         return bool(is_same and getattr(held, "_local_tensor", held).data_ptr() == self.local.data_ptr())
 
-    def add_gradient(self, local: Tensor) -> None:
-        """Adds this rank's part of a gradient, in the stored placement."""
-        self.gradient = local if self.gradient is None else self.gradient.add_(local)
+    def add_gradient(self, local: Tensor, *, owned: bool) -> None:
+        """Adds this rank's part of a gradient, in the stored placement. owned: nobody else reads its memory, so that
+        others may be added to it in place."""
+        if self.gradient is None:
+            self.gradient, self._is_owned = local, owned
+        elif self._is_owned:
+            self.gradient.add_(local)
+        else:
+            self.gradient = local.add_(self.gradient) if owned else self.gradient + local
+            self._is_owned = True
+
+    def own_gradient(self) -> None:
+        """A backward pass is over: nobody reads any more what it has made."""
+        self._is_owned = True
 
     def landing(self) -> Tensor:
         """Memory on the host for this rank's part of a gradient that is sent there; `add_gradient` takes it."""

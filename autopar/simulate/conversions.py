@@ -136,9 +136,9 @@ def _exchanged(x: _Slice, dim: int, target: int, made: Shape, axis: Axis) -> Way
     before = longest.num_bytes * bool(is_padded) + sent * (sent != longest.num_bytes) + copied
     shorter = whole.num_bytes if sent != longest.num_bytes else 0  # of ranks whose parts are cut to size
     if whole.is_outermost(dim) and not axis.shares:
-        return Way(sent, max(copied + shorter, before - sent))
+        return Way(sent, max(copied, shorter, before - sent))
     joined = sent * (1 if not is_padded or axis.shares else 2)
-    return Way(whole.num_bytes, max(copied + joined + shorter, before - whole.num_bytes))
+    return Way(whole.num_bytes, max(joined + shorter, max(copied + sent, before) - whole.num_bytes))
 
 
 def _padded(whole: _Slice, dim: int, axis: Axis) -> int:

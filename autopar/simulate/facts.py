@@ -377,12 +377,12 @@ class Copies:
 
     def scatter_bytes(self, tensor: str, source: Placement, steps: Sequence[Step]) -> int:
         """For a parameter's gradient on its way home, beside the gradient itself and what arrives: of what is
-        scattered, of shards that are gathered and do not lie there one after the other, and of small ones that are
-        summed then."""
-        total, is_scattered = 0, False
+        scattered, of shards that are gathered and do not lie there one after the other, of small ones that are
+        summed then, and of what the rank stops for (shards exchanged for others, or set among zeros)."""
+        total, is_scattered, itemsize = 0, False, self._graph.kept(tensor).itemsize
         for before, step, after in reversed(self._walk(source, steps)):
             kinds = step.before.kind, step.after.kind
-            size = math.prod(self._shapes.local(tensor, after)[0]) * self._graph.kept(tensor).itemsize
+            size = math.prod(self._shapes.local(tensor, after)[0]) * itemsize
             is_packed = size < LONE_BYTES
             if kinds == ("S", "R"):
                 length, ranks = self._shapes.local(tensor, after)[0][step.before.dim], self._axes[step.axis].size
@@ -392,13 +392,16 @@ class Copies:
                 is_scattered = True
             elif kinds == ("I", "S"):
                 whole, axis_size = self._shapes.local(tensor, before)[0], self._axes[step.axis].size
-                full = math.prod(whole) * self._graph.kept(tensor).itemsize
+                full = math.prod(whole) * itemsize
                 leads = math.prod(whole[: step.after.dim]) == 1
                 is_direct = leads and whole[step.after.dim] % axis_size == 0 and full >= LONE_BYTES
                 total += 0 if is_direct else size + full
                 is_scattered = True
             elif kinds == ("I", "R") and is_scattered:
                 total += size * is_packed
+            elif step.after.kind == "S" or step.before.kind == "S":
+                way = self._moves.backward(lambda at: self._shapes.local(tensor, at)[0], itemsize, before, [step])
+                total += way.workspace_bytes + (way.own_bytes or 0) * (before != source)
         return total
 
     def _walk(self, source: Placement, steps: Sequence[Step]) -> list[tuple[Placement, Step, Placement]]:

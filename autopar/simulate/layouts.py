@@ -42,6 +42,10 @@ class Layouts:
         if tensor in self._permuted:
             self._strides[value] = contiguous_strides(self._graph.tensors[tensor].shape)
 
+    def of_view(self, value: int) -> Laid:
+        """How it lies what a conversion hands on in the same memory."""
+        return Laid(False, self._strides.get(value))
+
     def of_results(self, node: Node, first: int) -> Laid:
         """How results lie of an operator whose first operand is that value."""
         if first not in self._strides:

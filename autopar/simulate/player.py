@@ -841,6 +841,8 @@ class Player:
         self._travelling.append(Journey(task, one, cut))
         self._whole.difference_update(share.slots)
         self._buffered.discard(index)
+        if slots[0].stops_for_home:
+            self._end_travelling(self._travelling[-1])
 
     def _cut_travelling(self, journey: Journey) -> None:
         """Compute waits until gradients are cut that go on to the host; the whole ones are given back."""

@@ -175,6 +175,10 @@ class Item:
         return self.runs_backward and bool(self.saved or self.extra_bytes)
 
 
+BESIDE_COMPUTE = frozenset({("I", "R"), ("S", "R"), ("I", "S")})
+"""Conversions of a parameter whose transposed ones, of its gradient, the runtime starts and awaits later."""
+
+
 @dataclass(slots=True)
 class Slot:
     """A parameter, buffer or constant as operators use it."""
@@ -195,12 +199,15 @@ class Slot:
     cast_bytes: tuple[int, int] = (0, 0)  # read and written to cast what is stored, and its gradient back
     is_cast: bool = False  # it is used in another dtype than it is stored in
     is_resized: bool = field(init=False)  # its gradient has another size at home than where it is made
+    stops_for_home: bool = field(init=False)  # the rank stops until its gradient is home: no step runs beside compute
     reduces_each: bool = field(init=False)  # its gradient goes home in each microbatch
     converts: bool = field(init=False)  # operators use something else than what is stored
     by_levels: bool = field(init=False)  # its gradient is summed by levels
 
     def __post_init__(self) -> None:
-        self.is_resized = any("S" in (step.before.kind, step.after.kind) for step in self.steps)
+        kinds = [(step.before.kind, step.after.kind) for step in self.steps]
+        self.is_resized = any("S" in pair for pair in kinds)
+        self.stops_for_home = not self.storage.on_host and BESIDE_COMPUTE.isdisjoint(kinds)
         self.reduces_each = self.storage.regather or self.storage.reduce_each_microbatch
         self.converts = self.is_cast or bool(self.steps)
         self.by_levels = any(step.parts > 1 for step in self.steps)
@@ -626,7 +633,9 @@ class Lowering:
         size, maker = local[1] if way.own_bytes is None else way.own_bytes, -1 if is_once else number
         storage = program.values[source].storage if shares else self._memory(size, maker)
         value = self._value(tensor, target, local, storage, maker)
-        if not shares:
+        if shares:
+            self.layouts.made([value], self.layouts.of_view(source))
+        else:
             self.layouts.converted(value, tensor)
         if is_once or tensor in self.facts.folded:
             program.items.append(Item(f"{tensor} → {' '.join(map(str, target))}", (source,), (value,), unit=unit))

@@ -17,6 +17,9 @@ PLANS = {
     "convolutions keep their part with its borders": ("wide_resnet-wide", 15),
     "group norms of split images keep what is centred": ("unet", 31),
     "gradients of shards that are stored whole are packed": ("wide_resnet-small", 13),
+    "gradients are exchanged for other shards while the rank stops": ("moe-wide", 15),
+    "results lie as converted queries do, also where a conversion moves nothing": ("gpt-small", 61),
+    "what is used as it is stored is sent from another use, too": ("gpt-long", 63),
 }
 
 
