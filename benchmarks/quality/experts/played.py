@@ -20,6 +20,7 @@ import numpy as np
 
 from autopar.cost.compute import node_time_ns
 from autopar.errors import AutoparError, PlanError
+from autopar.expert_parallel import check_experts, expert_axes
 from autopar.families import ShortPlace
 from autopar.interop import block_layers, fold
 from autopar.intraop import Placements
@@ -34,7 +35,7 @@ from autopar.profiler import load_profile
 from autopar.request import BUDGETS, Request
 from autopar.simulate import Incremental
 from autopar.staging import cut, even_sizes, node_times_ns, stages_of_sizes
-from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
+from autopar.template import positions, template_axes, template_constraints, template_ranks, template_recompute
 from autopar.trace import find_blocks
 from autopar.zero import KINDS
 from benchmarks.quality.experts.grid import Expert, Placed
@@ -86,19 +87,12 @@ class Player:
 
     def _found(self, placed: Placed, pp: int) -> Found | None:
         """None where constraints leave nothing."""
-        axes = template_axes(self.mesh, placed.dp, placed.tp, pp, placed.hsdp)
-        whole, short, simulator = self.parts(placed.microbatches)
-        made = batch_types(short.graph)
-        batch = {name: kind for name, kind in made.items() if self.blocks.representative_tensor(name) == name}
-        rules = template_constraints(
-            short.graph, axes, placed.zero, placed.sequence_parallel, self.paths, batch
-        )  # fmt: skip
-        request = Request(self.mesh, "train", "adamw", None, tuple(rules), BUDGETS["fast"])
-        place = ShortPlace(whole, axes, request, self.profile, short=short, simulator=simulator)
         try:
+            place = self._place(placed, pp)
             solution = place.placements.unlimited(*_SOLVE)
         except AutoparError:
             return None
+        whole, short, _ = self.parts(placed.microbatches)
         plan = place.placements.placed(place.draft(), whole.graph, solution.choice)
         return Found(
             plan, self._layers_ns(place.placements, solution.choice), place.placements.least_step_ns(*_SOLVE),
@@ -108,6 +102,23 @@ class Player:
                 for recompute in KINDS
             },
         )  # fmt: skip
+
+    def _place(self, placed: Placed, pp: int) -> ShortPlace:
+        """Raises AutoparError where there is no such template."""
+        one, mesh = placed, self.mesh
+        axes = template_axes(mesh, one.dp, one.tp, pp, one.hsdp, one.cp, one.ep, one.exchange)
+        sharing = expert_axes(mesh, one.dp, one.tp, one.cp, one.ep, one.exchange).sharing
+        check_experts(self.graph, one.ep)
+        whole, short, simulator = self.parts(one.microbatches)
+        made = batch_types(short.graph)
+        batch = {name: kind for name, kind in made.items() if self.blocks.representative_tensor(name) == name}
+        sequence = positions(short.graph, self.blocks, one.cp)
+        rules = template_constraints(
+            short.graph, axes, one.zero, one.sequence_parallel, self.paths, batch, sequence, one.context, sharing,
+            self.blocks,
+        )  # fmt: skip
+        request = Request(mesh, "train", "adamw", None, tuple(rules), BUDGETS["fast"])
+        return ShortPlace(whole, axes, request, self.profile, short=short, simulator=simulator)
 
     def _saved_bytes(self, placements: Placements, graph: Graph, choice: Sequence[int], recompute: str) -> int:
         """What the backward pass of a microbatch reads of the forward pass, of all layers. graph: the short one."""
@@ -235,4 +246,4 @@ class Player:
 
 def _most_sharded(placed: Placed) -> Placed:
     """Of one microbatch, and stored in parts."""
-    return replace(placed, microbatches=1, zero=3 if placed.dp > 1 else 0, hsdp=1)
+    return replace(placed, microbatches=1, zero=3 if placed.dp * placed.cp > 1 else 0, hsdp=1)
