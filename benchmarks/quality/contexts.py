@@ -64,14 +64,17 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--within", type=float, default=1.0, help="plays what may take so many times what was found")
     parser.add_argument("--no-grid", action="store_true")
+    parser.add_argument("--found-ms", type=float, help="step of a plan that was found before, in place of a search")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    found: dict[str, Any] = {"sequences": options.sequences, "plan": planned(options.sequences, options.search)}
+    plan = {"step_ms": options.found_ms} if options.found_ms else planned(options.sequences, options.search)
+    found: dict[str, Any] = {"sequences": options.sequences, "plan": plan}
     print(json.dumps(found["plan"]), flush=True)
     found_ns = round(found["plan"]["step_ms"] * 1e6)
     if not options.no_grid:
         graph = trace(*model_of(options.sequences), compute_dtype=torch.bfloat16)
-        found["grid"] = best_of(Players(graph, MESH), grid(options.sequences), options.within * found_ns)
+        every = [*grid(options.sequences)]
+        found["grid"] = best_of(Players(graph, MESH, every), every, options.within * found_ns)
         print(json.dumps(found["grid"], indent=1))
     if options.output:
         told = {**facts("benchmarks.quality.contexts"), "profile": profile_told("h100")}
@@ -82,7 +85,7 @@ def main() -> int:
 
 def text_of(found: dict[str, Any]) -> str:
     """For people: what was found, and what there is in the grid."""
-    told = [f"{name}: {found['plan'][name]}  " for name in ("step_ms", "peak_gb", "axes", "stages", "seconds")]
+    told = [f"{name}: {value}  " for name, value in found["plan"].items() if name != "looked_at"]
     grid = found.get("grid", {})
     return "\n".join(told + [f"grid, {name}: {value}  " for name, value in grid.items()])
 

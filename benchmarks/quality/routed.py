@@ -124,18 +124,19 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--within", type=float, default=1.0, help="plays what may take so many times what was found")
     parser.add_argument("--no-grid", action="store_true")
+    parser.add_argument("--found-ms", type=float, help="step of a plan that was found before, in place of a search")
     parser.add_argument("--output", type=Path, help="folder; a file a row")
     options = parser.parse_args()
     row = _rows()[options.row]
     model, batch = model_of(row, options.layers)
     mesh = autopar.Mesh("h100", nodes=row.devices // IN_NODE, devices_per_node=IN_NODE)
     told: dict[str, Any] = {"row": options.row, "layers": row.config.num_hidden_layers}
-    told["plan"] = planned(model, batch, mesh, options.search)
+    told["plan"] = {"step_ms": options.found_ms} if options.found_ms else planned(model, batch, mesh, options.search)
     print(json.dumps(told), flush=True)
     found_ns = round(told["plan"]["step_ms"] * 1e6)
     if not options.no_grid:
         graph = trace(model, batch, compute_dtype=torch.bfloat16)
-        told["grid"] = best_of(Players(graph, mesh), grid(row), options.within * found_ns)
+        told["grid"] = best_of(Players(graph, mesh, grid(row)), grid(row), options.within * found_ns)
         print(json.dumps(told["grid"], indent=1))
     if options.output:
         record = {**facts("benchmarks.quality.routed"), "profile": profile_told("h100"), **told}

@@ -21,7 +21,7 @@ MESH = Mesh("h100", nodes=2, devices_per_node=2)
 
 @cache
 def _players(model: str) -> Players:
-    return Players(_graph(model), MESH)
+    return Players(_graph(model), MESH, [expert for name, expert in GRID if name == model])
 
 
 def _graph(model: str) -> Graph:
@@ -30,6 +30,7 @@ def _graph(model: str) -> Graph:
 
 GRID = [
     ("experts", Expert(Placed(2, ep=2, zero=1), pp=2, recompute="full")),
+    ("experts", Expert(Placed(4, ep=2, zero=3))),
     ("experts", Expert(Placed(4, ep=4, zero=3))),
     ("experts", Expert(Placed(4, ep=4, zero=1, exchange="two-level"))),
     ("experts", Expert(Placed(2, tp=2, ep=2, sequence_parallel=True, exchange_chunks=4))),
@@ -51,7 +52,7 @@ def test_what_is_played_is_the_template(model: str, expert: Expert) -> None:
 
 
 def test_the_best_is_found_though_few_are_played() -> None:
-    """Of a grid in which one computes more again, and of one there is no such plan."""
+    """Of a grid in which one computes more again, and one cannot be."""
     grid = [expert for model, expert in GRID if model == "experts"]
     grid += [Expert(Placed(4, ep=4, zero=3), recompute="full"), Expert(Placed(4, ep=3, zero=3))]
     players = _players("experts")

@@ -39,6 +39,7 @@ def best_of(
     and the best few. beyond: times the best that an estimate may be to be played; most: how many are."""
     began = time.process_time()
     every = sorted(grid, key=player.likely_ns)
+    print(f"  {sum(player.least_ns(one) < than_ns for one in every)} of {len(every)} by a first bound", flush=True)
     fitting, counts = list[Played](), Counter[str]()
     settled = set[Expert]()  # those of which nothing that computes more again can be faster: they fit, or are slower
     best_ns = than_ns
