@@ -1,12 +1,12 @@
 """Mixtures of experts on H100: the plan that is found, and a grid of templates with expert parallelism.
 
-    python -m benchmarks.quality.routed --row mixtral [--search fast] [--seconds 600] [--output FOLDER]
+    python -m benchmarks.quality.routed --row mixtral [--search fast] [--within 1.0 | --no-grid] [--output FOLDER]
 
 Rows: Mixtral 8×7B on 64 devices, Qwen3-235B-A22B on 256, the shape of DeepSeek-V3 on 2,048; in the sizes that their
 configurations say, without weights. The grid: dp × tp × pp × ep with tp inside a node and ep up to the experts, sent
-flat or in two levels, in 1 or 4 chunks, ZeRO 1 and 3, nothing, attention or all computed again. Every row of it is a
-`template_plan`, solved and simulated like the plan; `--seconds` ends it, and what was not played is said. The order is
-one of numbers that are drawn, so that a part of the grid is a sample of it.
+flat or in two levels, in 1 or 4 chunks, ZeRO 1 and 3, nothing, attention or all computed again. It is played whole
+(`experts.best`): what cannot be faster than the plan that was found, by a bound, is not simulated, nor what needs more
+memory than there is by far; a count says how many of each. Ends with 1 where a template is faster.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import random
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +26,9 @@ import transformers
 import autopar
 from autopar.trace import trace
 from benchmarks.facts import facts, profile_told
-from benchmarks.quality.contexts import table, template_row
+from benchmarks.quality.experts.best import best_of
+from benchmarks.quality.experts.grid import Expert, Placed
+from benchmarks.quality.experts.rewritten import Players
 
 IN_NODE = 8
 
@@ -76,8 +78,8 @@ def model_of(row: Row, layers: int | None) -> tuple[torch.nn.Module, dict[str, t
     return model, {"input_ids": ids, "labels": ids}
 
 
-def grid(row: Row) -> Iterator[dict[str, Any]]:
-    """The options of each template."""
+def grid(row: Row) -> Iterator[Expert]:
+    """Each template."""
     powers = [2**power for power in range(12)]
     for tp, pp in itertools.product(powers[:4], powers[:6]):
         dp = row.devices // (tp * pp)
@@ -90,10 +92,10 @@ def grid(row: Row) -> Iterator[dict[str, Any]]:
             ways = [("flat", 1)] if ep == 1 else [("flat", 1), ("flat", 4)]
             ways += [("two-level", 1)] if ep * tp > IN_NODE > tp else []
             for (exchange, chunks), count in itertools.product(ways, counts):
-                yield {
-                    "dp": dp, "tp": tp, "pp": pp, "ep": ep, "exchange": exchange, "exchange_chunks": chunks,
-                    "zero": zero, "recompute": again, "microbatches": count, "sequence_parallel": tp > 1,
-                }  # fmt: skip
+                placed = Placed(
+                    dp, tp, count, zero, sequence_parallel=tp > 1, ep=ep, exchange=exchange, exchange_chunks=chunks
+                )
+                yield Expert(placed, pp, recompute=again)
 
 
 def planned(model: Any, batch: Any, mesh: autopar.Mesh, search: str) -> dict[str, Any]:
@@ -115,43 +117,33 @@ def planned(model: Any, batch: Any, mesh: autopar.Mesh, search: str) -> dict[str
     }  # fmt: skip
 
 
-def played(row: Row, model: Any, batch: Any, mesh: autopar.Mesh, seconds: float) -> tuple[list[dict[str, Any]], int]:
-    """A row for each template that was played in the time there is, and how many there are."""
-    graph, wanted = trace(model, batch, compute_dtype=torch.bfloat16), [*grid(row)]
-    random.Random(0).shuffle(wanted)
-    began, found = time.monotonic(), list[dict[str, Any]]()
-    for options in wanted:
-        if time.monotonic() - began > seconds:
-            break
-        found.append(template_row(graph, mesh, options))
-        print(json.dumps(found[-1]), flush=True)
-    return found, len(wanted)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--row", choices=[*_rows()], required=True)
     parser.add_argument("--search", default="fast")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
-    parser.add_argument("--seconds", type=float, default=0.0, help="for the grid; none is played without")
+    parser.add_argument("--within", type=float, default=1.0, help="plays what may take so many times what was found")
+    parser.add_argument("--no-grid", action="store_true")
+    parser.add_argument("--found-ms", type=float, help="step of a plan that was found before, in place of a search")
     parser.add_argument("--output", type=Path, help="folder; a file a row")
     options = parser.parse_args()
     row = _rows()[options.row]
     model, batch = model_of(row, options.layers)
     mesh = autopar.Mesh("h100", nodes=row.devices // IN_NODE, devices_per_node=IN_NODE)
     told: dict[str, Any] = {"row": options.row, "layers": row.config.num_hidden_layers}
-    told["plan"] = planned(model, batch, mesh, options.search)
+    told["plan"] = {"step_ms": options.found_ms} if options.found_ms else planned(model, batch, mesh, options.search)
     print(json.dumps(told), flush=True)
-    found, count = played(row, model, batch, mesh, options.seconds) if options.seconds else ([], 0)
-    best = min((one["step_ms"] for one in found if "step_ms" in one), default=None)
-    told |= {"played": len(found), "templates": count, "best_template_ms": best, "rows": found}
-    print(f"plan: {told['plan']['step_ms']} ms\nbest template: {best} ms of {len(found)} played of {count}")
-    print(table([one for one in found if "step_ms" in one]))
+    found_ns = round(told["plan"]["step_ms"] * 1e6)
+    if not options.no_grid:
+        graph = trace(model, batch, compute_dtype=torch.bfloat16)
+        told["grid"] = best_of(Players(graph, mesh, grid(row)), grid(row), options.within * found_ns)
+        print(json.dumps(told["grid"], indent=1))
     if options.output:
         record = {**facts("benchmarks.quality.routed"), "profile": profile_told("h100"), **told}
         options.output.mkdir(parents=True, exist_ok=True)
         (options.output / f"{options.row}.json").write_text(json.dumps(record, indent=1) + "\n")
-    return int(best is not None and best < told["plan"]["step_ms"])
+    best = min((one["step_time_ns"] for one in told.get("grid", {"best": ()})["best"]), default=math.inf)
+    return int(best < found_ns)
 
 
 if __name__ == "__main__":

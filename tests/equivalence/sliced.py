@@ -6,6 +6,8 @@ load asks for, and says what is wrong.
 
 from __future__ import annotations
 
+import argparse
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -144,7 +146,20 @@ def faults(name: str, experts: str) -> list[str]:
     return found + [f"took {sorted(own)} of {sorted(expected)}" for own in (set.union(*taken),) if own != expected]
 
 
+def main() -> int:
+    """Proves each plan in each way; prints a line each."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--plans", nargs="*", choices=PLANS, default=[*PLANS])
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=[*WAYS])
+    options = parser.parse_args()
+    wrong, every = 0, [*itertools.product(options.plans, options.ways)]
+    for name, experts in every:
+        found = faults(name, experts)
+        wrong += bool(found)
+        print(name, experts, found or "equal", flush=True)
+    print(f"{wrong} wrong of {len(every)}")
+    return int(wrong > 0)
+
+
 if __name__ == "__main__":
-    for name in PLANS:
-        for experts in WAYS:
-            print(name, experts, faults(name, experts) or "equal", flush=True)
+    raise SystemExit(main())

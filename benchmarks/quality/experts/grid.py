@@ -29,6 +29,11 @@ class Placed:
     zero: int = 0
     hsdp: int = 1
     sequence_parallel: bool = False
+    cp: int = 1
+    context: str = "gather"
+    ep: int = 1
+    exchange: str = "flat"
+    exchange_chunks: int = 1
 
 
 @dataclass(frozen=True)

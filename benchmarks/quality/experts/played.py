@@ -10,7 +10,7 @@ number of microbatches for those that this leaves. Bytes at least: the mean of w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
@@ -20,6 +20,7 @@ import numpy as np
 
 from autopar.cost.compute import node_time_ns
 from autopar.errors import AutoparError, PlanError
+from autopar.expert_parallel import check_experts, expert_axes
 from autopar.families import ShortPlace
 from autopar.interop import block_layers, fold
 from autopar.intraop import Placements
@@ -34,7 +35,7 @@ from autopar.profiler import load_profile
 from autopar.request import BUDGETS, Request
 from autopar.simulate import Incremental
 from autopar.staging import cut, even_sizes, node_times_ns, stages_of_sizes
-from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
+from autopar.template import positions, template_axes, template_constraints, template_ranks, template_recompute
 from autopar.trace import find_blocks
 from autopar.zero import KINDS
 from benchmarks.quality.experts.grid import Expert, Placed
@@ -65,11 +66,18 @@ class Played:
     peak_bytes: int | None
 
 
+def same(placed: Placed, pp: int) -> tuple[Placed, int]:
+    """A shape that stands for itself alone."""
+    return placed, pp
+
+
 class Player:
     """Plays configurations of a traced model on a mesh."""
 
-    def __init__(self, graph: Graph, mesh: Mesh) -> None:
-        self.graph, self.mesh = graph, mesh
+    def __init__(self, graph: Graph, mesh: Mesh, deepest: Callable[[Placed, int], tuple[Placed, int]] = same) -> None:
+        """deepest: of a shape and its number of submeshes, one that has no fewer and is else alike: each has the more
+        samples for it, and bounds are by its placements."""
+        self.graph, self.mesh, self.deepest = graph, mesh, deepest
         self.profile = load_profile(mesh.profile)
         self.blocks = find_blocks(graph)
         self.paths = tuple(path for group in self.blocks.paths for path in group)
@@ -86,19 +94,12 @@ class Player:
 
     def _found(self, placed: Placed, pp: int) -> Found | None:
         """None where constraints leave nothing."""
-        axes = template_axes(self.mesh, placed.dp, placed.tp, pp, placed.hsdp)
-        whole, short, simulator = self.parts(placed.microbatches)
-        made = batch_types(short.graph)
-        batch = {name: kind for name, kind in made.items() if self.blocks.representative_tensor(name) == name}
-        rules = template_constraints(
-            short.graph, axes, placed.zero, placed.sequence_parallel, self.paths, batch
-        )  # fmt: skip
-        request = Request(self.mesh, "train", "adamw", None, tuple(rules), BUDGETS["fast"])
-        place = ShortPlace(whole, axes, request, self.profile, short=short, simulator=simulator)
         try:
+            place = self._place(placed, pp)
             solution = place.placements.unlimited(*_SOLVE)
         except AutoparError:
             return None
+        whole, short, _ = self.parts(placed.microbatches)
         plan = place.placements.placed(place.draft(), whole.graph, solution.choice)
         return Found(
             plan, self._layers_ns(place.placements, solution.choice), place.placements.least_step_ns(*_SOLVE),
@@ -108,6 +109,23 @@ class Player:
                 for recompute in KINDS
             },
         )  # fmt: skip
+
+    def _place(self, placed: Placed, pp: int) -> ShortPlace:
+        """Raises AutoparError where there is no such template."""
+        one, mesh = placed, self.mesh
+        axes = template_axes(mesh, one.dp, one.tp, pp, one.hsdp, one.cp, one.ep, one.exchange)
+        sharing = expert_axes(mesh, one.dp, one.tp, one.cp, one.ep, one.exchange).sharing
+        check_experts(self.graph, one.ep)
+        whole, short, simulator = self.parts(one.microbatches)
+        made = batch_types(short.graph)
+        batch = {name: kind for name, kind in made.items() if self.blocks.representative_tensor(name) == name}
+        sequence = positions(short.graph, self.blocks, one.cp)
+        rules = template_constraints(
+            short.graph, axes, one.zero, one.sequence_parallel, self.paths, batch, sequence, one.context, sharing,
+            self.blocks,
+        )  # fmt: skip
+        request = Request(mesh, "train", "adamw", None, tuple(rules), BUDGETS["fast"])
+        return ShortPlace(whole, axes, request, self.profile, short=short, simulator=simulator)
 
     def _saved_bytes(self, placements: Placements, graph: Graph, choice: Sequence[int], recompute: str) -> int:
         """What the backward pass of a microbatch reads of the forward pass, of all layers. graph: the short one."""
@@ -153,20 +171,28 @@ class Player:
     def least_ns(self, expert: Expert, own_count: bool = False) -> float:
         """A bound of its step; infinite where constraints leave nothing. own_count: of as many microbatches, which is
         dearer to find and higher."""
-        placed = _most_sharded(expert.placed)
-        found = self.found(replace(placed, microbatches=expert.placed.microbatches) if own_count else placed, expert.pp)
+        found, part = self._sharded(expert, own_count)
         if found is None:
             return math.inf
-        loads, row = self._loads_ns(found, expert), SCHEDULES[expert.schedule]
-        each, count = np.array(loads).reshape(expert.chunks, expert.pp), expert.placed.microbatches
+        loads, row, least_ns = self._loads_ns(found, expert), SCHEDULES[expert.schedule], part * found.least_ns
+        each, count = part * np.array(loads).reshape(expert.chunks, expert.pp), expert.placed.microbatches
         if row.turns_back:
             each[1::2] = each[1::2, ::-1]
         busy = each.sum(axis=0)
         if row.splits_backward or expert.pp == 1:
-            return max(found.least_ns / expert.pp, float(busy.max()))
+            return max(least_ns / expert.pp, float(busy.max()))
         before = (np.cumsum(each[0]) - each[0]) / count
         waits = busy + before if not row.has_chunks else busy[-1:] + before[-1:]
-        return max(found.least_ns / expert.pp, float(busy.max()), float(waits.max()))
+        return max(least_ns / expert.pp, float(busy.max()), float(waits.max()))
+
+    def _sharded(self, expert: Expert, own_count: bool = False) -> tuple[Found | None, float]:
+        """What bounds it, and how much of that is its own: what a submesh computes and holds for the whole model, of
+        fewer samples. own_count: of as many microbatches, and submeshes."""
+        placed = most_sharded(expert.placed)
+        if own_count:
+            return self.found(replace(placed, microbatches=expert.placed.microbatches), expert.pp), 1.0
+        placed, pp = self.deepest(placed, expert.pp)
+        return self.found(placed, pp), expert.pp / pp
 
     def _loads_ns(self, found: Found, expert: Expert) -> list[float]:
         """What each stage computes."""
@@ -196,23 +222,23 @@ class Player:
 
     def likely_ns(self, expert: Expert) -> float:
         """An estimate, for the order in which configurations are played."""
-        found, count = self.found(_most_sharded(expert.placed), expert.pp), expert.placed.microbatches
+        (found, part), count = self._sharded(expert), expert.placed.microbatches
         if found is None:
             return math.inf
         bubble = float(SCHEDULES[expert.schedule].bubble(expert.pp, count, expert.chunks)) if expert.pp > 1 else 0.0
         again = {"none": 1.0, "selective": 1.05, "block": 1.05, "full": 4 / 3}[expert.recompute]
-        return found.least_ns / expert.pp * (1 + bubble / count) * again
+        return part * found.least_ns / expert.pp * (1 + bubble / count) * again
 
     def likely_bytes(self, expert: Expert, own: bool = False) -> float:
         """An estimate of its peak, low where something is computed again: what that holds meanwhile is left out. own:
         of its own placements, which are dearer to find, in place of those that store least."""
-        placed, count = expert.placed if own else _most_sharded(expert.placed), expert.placed.microbatches
-        found = self.found(placed, expert.pp)
+        count = expert.placed.microbatches
+        found, part = (self.found(expert.placed, expert.pp), 1.0) if own else self._sharded(expert)
         if found is None:
             return math.inf
-        saved = found.saved_bytes[expert.recompute] * placed.microbatches / count
+        saved = found.saved_bytes[expert.recompute] * (1 if own else 1 / count)
         flying = in_flight(expert.schedule, expert.pp, count, expert.chunks, expert.pp) if expert.pp > 1 else 1
-        return (found.stored_bytes + saved * flying / expert.chunks) / expert.pp
+        return part * (found.stored_bytes + saved * flying / expert.chunks) / expert.pp
 
     def played(self, expert: Expert, until_ns: float = math.inf) -> Played:
         """Played until it must be slower than that. Raises AutoparError where it cannot be."""
@@ -233,6 +259,6 @@ class Player:
         return cut(whole.graph, plan, stages_of_sizes(self.graph, self.paths, sizes), ranks, expert.schedule)
 
 
-def _most_sharded(placed: Placed) -> Placed:
+def most_sharded(placed: Placed) -> Placed:
     """Of one microbatch, and stored in parts."""
-    return replace(placed, microbatches=1, zero=3 if placed.dp > 1 else 0, hsdp=1)
+    return replace(placed, microbatches=1, zero=3 if placed.dp * placed.cp > 1 else 0, hsdp=1)

@@ -17,14 +17,11 @@ import argparse
 import json
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.recompute import again_text
@@ -33,17 +30,13 @@ from autopar.ir.tried import Tried
 from autopar.pipeline import planned_jointly
 from autopar.profiler import load_profile
 from autopar.request import BUDGETS, Request
-from autopar.tunables import USAGE_ABOVE
 from benchmarks.facts import facts, profile_told, write_record
+from benchmarks.quality.experts.best import best_of
 from benchmarks.quality.experts.grid import PIPELINE, Expert, placements_of, ways_of
-from benchmarks.quality.experts.played import Played, Player
+from benchmarks.quality.experts.played import Player
 from benchmarks.quality.experts.rows import ROWS, Row
 
 FILE = Path(__file__).with_name("results")
-KEPT = 5
-"""Of the best of a grid, how many are noted."""
-LESS = {"none": (), "selective": ("none",), "block": ("none",), "full": ("none", "selective", "block")}
-"""What computes less again than each word of `recompute`."""
 
 
 def experts_of(row: Row, layers: int, schedules: Sequence[str]) -> Iterator[Expert]:
@@ -58,60 +51,9 @@ def best_of_grid(
     row: Row, graph: Graph, schedules: Sequence[str], most: int, beyond: float, than_ns: float
 ) -> dict[str, Any]:
     """Plays what may be the best of a row's grid, and faster than a step that is given."""
-    began, player = time.process_time(), Player(graph, row.mesh)
-    every = sorted(experts_of(row, player.layers.count, schedules), key=player.likely_ns)
-    fitting, counts = list[Played](), Counter[str]()
-    settled = set[Expert]()  # those of which nothing that computes more again can be faster: they fit, or are slower
-    best_ns = than_ns
-    for expert in every:
-        why = _left_out(player, expert, best_ns, beyond, settled)
-        why = why or ("left" if counts["played"] >= most else "")
-        played = None if why else _played(player, expert, best_ns, counts)
-        counts[why or "played"] += 1
-        if played is None:
-            continue
-        counts["of these below their bound"] += played.step_ns < min(best_ns, player.least_ns(expert, own_count=True))
-        counts["of these slower"] += played.peak_bytes is None
-        fits = played.peak_bytes is not None and played.peak_bytes <= player.limit
-        settled |= {expert} if fits or played.peak_bytes is None else set()
-        if fits:
-            fitting.append(played)
-            best_ns = played.step_ns
-            print(f"  {best_ns / 1e9:.3f} s, {played.peak_bytes / 1e9:.1f} GB: {expert}", flush=True)
-    fitting.sort(key=lambda one: one.step_ns)
-    return {
-        "configurations": len(every), "faster_than_ns": None if than_ns == math.inf else round(than_ns), **counts,
-        "fit": len(fitting), "limit_bytes": player.limit,
-        "profile": profile_told(row.mesh.profile), "date": date.today().isoformat(),
-        "processor_s": round(time.process_time() - began, 1),
-        "best": [
-            {"expert": str(one.expert), "step_time_ns": one.step_ns, "peak_bytes": one.peak_bytes}
-            for one in fitting[:KEPT]
-        ],
-    }  # fmt: skip
-
-
-def _left_out(player: Player, expert: Expert, best_ns: float, beyond: float, settled: set[Expert]) -> str:
-    """Why a configuration is not played, if it is not."""
-    if player.least_ns(expert) >= best_ns:
-        return "slower by a bound"
-    if any(replace(expert, recompute=less) in settled for less in LESS[expert.recompute]):
-        return "fit, or slower, with less computed again"
-    if player.likely_bytes(expert) > USAGE_ABOVE * player.limit:
-        return "too large by an estimate"
-    if player.likely_ns(expert) > beyond * best_ns:
-        return "slower by an estimate"
-    if player.least_ns(expert, own_count=True) >= best_ns:
-        return "slower by a bound"
-    return "too large by an estimate" if player.likely_bytes(expert, own=True) > USAGE_ABOVE * player.limit else ""
-
-
-def _played(player: Player, expert: Expert, until_ns: float, counts: Counter[str]) -> Played | None:
-    try:
-        return player.played(expert, until_ns)
-    except AutoparError:
-        counts["of these not possible"] += 1
-        return None
+    player = Player(graph, row.mesh)
+    found = best_of(player, experts_of(row, player.layers.count, schedules), than_ns, beyond, most)
+    return {**found, "profile": profile_told(row.mesh.profile), "date": date.today().isoformat()}
 
 
 def searched(row: Row, graph: Graph, search: str) -> dict[str, Any]:
