@@ -17,13 +17,14 @@ from autopar.cost.compute import gathered_ns, pointwise_time_ns
 from autopar.cost.inside import inner_time_ns
 from autopar.cost.memory import kept_values, optimizer_moved_bytes, optimizer_state_bytes, storage_root
 from autopar.cost.routes import UNREACHABLE, Routes, routes
+from autopar.cost.servers import SERVED
 from autopar.intraop.recomputed import RecomputedShares
 from autopar.intraop.strategies import Strategies, Strategy
 from autopar.ir.graph import Graph, Node, Tensor
-from autopar.ir.mesh import LogicalMesh, unnamed_text
+from autopar.ir.mesh import MICROBATCH, LogicalMesh, unnamed_text
 from autopar.ir.placement import Axis, I, Placement, R, local_shape
 from autopar.ir.plan import Storage
-from autopar.ir.redistribution import Step, by_levels
+from autopar.ir.redistribution import Step, by_levels, over_servers
 from autopar.ir.structure import folded_tensors
 from autopar.ops import call_key
 from autopar.ops.communication import gathered_rows, inner_communication, worked_shapes
@@ -290,7 +291,31 @@ class ProfiledCosts:
         route = self._routes(tensor).route(source, target)
         if route is None:
             return None
-        return self._by_levels(tensor, source, target, route) or route.steps
+        return self._by_levels(tensor, source, target, route) or self._over_servers(tensor, target, route) or route.steps
+
+    def _over_servers(self, tensor: Tensor, target: Placement, route: Route) -> tuple[Step, ...] | None:
+        """The steps of a parameter whose gradient is summed over the mesh's servers at the begin of its way home, where
+        that takes less than the sum of the route; None else."""
+        served = over_servers(route.steps, self.axes) if self._may_be_served(tensor) else None
+        if served is None:
+            return None
+        last = next(step for step in served if step.is_served)
+        num_bytes = math.prod(self._local(tensor.shape, target)) * self.graph.itemsizes(tensor.name)[1]
+        num_bytes = max(num_bytes, LONE_BYTES)  # small ones travel together
+        axis = self.axes[last.axis]
+        by_servers, plain = (
+            collective_time_ns(kind, num_bytes, axis, self.devices_per_node, self.profile)
+            for kind in (SERVED, "all_reduce")
+        )
+        return served if by_servers < plain else None
+
+    def _may_be_served(self, tensor: Tensor) -> bool:
+        """Whether it is a parameter that is trained by all devices of a mesh with servers, each as much."""
+        hosts, stored = self.profile.servers, self.graph.stored_by_tensor.get(tensor.name)
+        if hosts is None or stored is None or stored.kind != "parameter" or not (tensor.differentiable and self.train):
+            return False
+        sizes = [axis.size for axis in self.axes if axis.name != MICROBATCH]
+        return math.prod(sizes) == hosts.devices and not any(axis.shares for axis in self.axes)
 
     def _by_levels(self, tensor: Tensor, source: Placement, target: Placement, route: Route) -> tuple[Step, ...] | None:
         """The steps of a parameter whose gradient is summed by levels at the begin of its way home, where that is
@@ -327,6 +352,7 @@ class ProfiledCosts:
             self.devices_per_node,
             self.profile,
             differentiable,
+            self._may_be_served(tensor),
         )
 
     def state_bytes(self, tensor: Tensor, storages: list[Storage], uses: list[Placement]) -> Times:

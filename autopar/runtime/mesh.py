@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.errors import WorldError
 from autopar.runtime.host_link import HostLink
+
+if TYPE_CHECKING:
+    from autopar.runtime.servers import SummingGroup
 
 #: seconds that a collective waits for a rank before it gives up, where the program makes the groups itself
 TIMEOUT_S = 300.0
@@ -66,7 +70,8 @@ class RankMesh:
 
     shares: by axis, where ranks get different parts of a batch. Parameters are cut evenly, by `axes`. joint: axes of
     several that also talk as one, by their names. apart: the axis of copies of the parameters that meet otherwise than
-    by the sum of their gradients (`copies`); empty where there is none.
+    by the sum of their gradients (`copies`); empty where there is none. servers: by axis, what sums gradients over it
+    beside the ranks along it.
     """
 
     axes: tuple[Axis, ...]
@@ -78,6 +83,7 @@ class RankMesh:
     joint: Mapping[Names, Axis] = field(default_factory=dict)
     apart: str = ""
     link: HostLink | None = None
+    servers: Mapping[str, SummingGroup] = field(default_factory=dict)
 
     @cached_property
     def host_link(self) -> HostLink:

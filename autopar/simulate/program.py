@@ -36,6 +36,7 @@ from autopar.cost.memory import (
     workspace_bytes,
 )
 from autopar.cost.profile import ACROSS, INSIDE, Waits, host_of
+from autopar.cost.servers import SERVED
 from autopar.cost.updates import update_bytes
 from autopar.errors import PlanError
 from autopar.ir.branches import (
@@ -552,7 +553,7 @@ class Lowering:
         if key not in self.transmissions:
             per_node = self.per_node
             mesh_axis = joint or self.plan.axes[axis]
-            inside = ranks_within_node(mesh_axis, per_node) == mesh_axis.size
+            inside = ranks_within_node(mesh_axis, per_node) == mesh_axis.size and collective != SERVED
             duration = collective_time_ns(collective, num_bytes, mesh_axis, per_node, self.profile)
             level = INSIDE if inside else ACROSS
             inner = [ranks_within_node(each, per_node) == each.size for each in self.plan.axes if each.size > 1]
@@ -1139,7 +1140,7 @@ def copied_bytes(step: Step, num_bytes: int, direction: int) -> int:
     joined along another dim than the first is put in order (`runtime.pieces`)."""
     kind = step.transfers[direction].collective
     dims = [type_.dim for type_ in (step.before, step.after) if type_.kind == "S"]
-    if kind == "all_reduce":
+    if kind in ("all_reduce", SERVED):
         return num_bytes
     return num_bytes * sum(dim > 0 for dim in dims) if kind else 0
 
