@@ -94,15 +94,13 @@ _space = lru_cache(maxsize=256)(_PlacementSpace)
 class Routes:
     """The cheapest way between every two placements of a tensor on one logical mesh.
 
-    shape: global. The backward direction weighs only for a differentiable tensor. may_be_served: whether its sums may
-    go over the mesh's servers, where that takes less.
+    shape: global. The backward direction weighs only for a differentiable tensor.
     """
 
     def __init__(
         self, shape: tuple[int, ...], itemsize: ItemSize, axes: LogicalMesh, devices_per_node: int, profile: Profile,
-        differentiable: bool, may_be_served: bool = False,
+        differentiable: bool,
     ) -> None:  # fmt: skip
-        self.may_be_served = may_be_served
         self.shape, self.itemsize, self.axes, self.differentiable = shape, itemsize, axes, differentiable
         self.devices_per_node, self.profile = devices_per_node, profile
         types: tuple[Type, ...] = (R, I, P, *(S(dim) for dim, size in enumerate(shape) if size > 1))
@@ -156,14 +154,9 @@ class Routes:
         return np.where(forward >= UNREACHABLE, UNREACHABLE, (forward + backward) * _TIE + 1)
 
     def _time_ns(self, before: Placement, step: Step) -> tuple[int, int]:
-        def times(step: Step) -> tuple[int, int]:
-            return step_time_ns(
-                self.shape, self.itemsize, before, self.axes, step, self.devices_per_node, self.profile
-            )
-
-        forward, backward = times(step)
-        if self.may_be_served and (step.before, step.after) == (I, R):
-            backward = min(backward, times(step._replace(is_served=True))[1])
+        forward, backward = step_time_ns(
+            self.shape, self.itemsize, before, self.axes, step, self.devices_per_node, self.profile
+        )
         return forward, backward if self.differentiable else 0
 
     def _solve(self, rows: list[int]) -> None:
@@ -200,11 +193,11 @@ class Routes:
 
 def routes(
     shape: tuple[int, ...], itemsize: ItemSize, axes: LogicalMesh, devices_per_node: int, profile: Profile,
-    differentiable: bool, may_be_served: bool = False,
+    differentiable: bool,
 ) -> Routes:  # fmt: skip
     """The table of a tensor's redistributions; remembered, since equal tensors are many, whatever axes are called."""
     nameless = tuple(axis._replace(name="") for axis in axes)
-    return _known_routes(shape, itemsize, nameless, devices_per_node, profile, differentiable, may_be_served)
+    return _known_routes(shape, itemsize, nameless, devices_per_node, profile, differentiable)
 
 
 _known_routes = lru_cache(maxsize=4096)(Routes)

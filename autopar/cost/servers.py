@@ -4,7 +4,7 @@ A buffer goes in pieces of at most `PIECE_BYTES`: of each, parts are pushed to a
 them, while the next piece is pushed. So a direction of each link carries what `ir.servers` says, and the last piece's
 way back comes on top:
 
-    σ + 2α + b (1 + 1/c) max(node's share · β, server's share · nodes / v · β, server's share · devices · γ)
+    cσ + 2α + b (1 + 1/c) max(node's share · β, server's share · nodes / v · β, server's share · devices · γ)
 
 b bytes in c pieces; v, the speed of a server's link over a node's; β, the time of a byte on a node's link as one of its
 devices sees it while all of them talk; γ, that of a rank that passes once over a byte, as a server does over what it
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 
-from autopar.ir.servers import ServerHosts, node_share, server_share, split
+from autopar.ir.servers import ServerHosts, node_share, server_share, split, total
 from autopar.runtime.packing import PIECE_BYTES
 
 SERVED = "servers"  # as bytes that are handed to them are counted
@@ -41,4 +41,11 @@ def served_sum_ns(
         2 * alpha + num_bytes * max(asked * beta, received * pass_ns_per_byte) * (1 + 1 / pieces)
         for alpha, beta in wires
     )
-    return start_ns + sent
+    return pieces * start_ns + sent
+
+
+def summing_bytes(num_bytes: int, workers: int, inside: int, hosts: ServerHosts) -> int:
+    """Memory in which a worker receives, sums and sends back its parts of two pieces."""
+    parts = split(hosts.servers, workers, inside, hosts.nodes)
+    own = min(num_bytes, PIECE_BYTES) * parts[0] / total(parts, hosts.servers.count, workers)
+    return math.ceil(2 * (2 * workers + 1) * own)

@@ -142,8 +142,9 @@ class ClassWriter:
 
     def _served(self, stored: Stored) -> tuple[str, ...]:
         """The uses whose gradient is summed over servers."""
-        over = [item.target for item in self.planned[stored.tensor] if any(step.is_served for step in item.steps)]
-        return tuple(self.way(stored, use) for use in self.uses(stored) if use in {self.text(target) for target in over})
+        planned = (item for item in self.planned[stored.tensor] if any(step.is_served for step in item.steps))
+        over = {self.text(item.target) for item in planned}
+        return tuple(self.way(stored, use) for use in self.uses(stored) if use in over)
 
     def compute(self, name: str) -> str:
         """The dtype that the program computes with, as an argument where it is not the one that is kept."""

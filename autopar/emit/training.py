@@ -384,7 +384,8 @@ def script(plan: Plan, figures: StepFigures) -> str:
     """The text of the script for a plan."""
     text = _TRAIN if plan.mode == "train" else _EVALUATE
     text = text.format(
-        world=plan.num_processes, serves=_SERVES if plan.uses_servers else "", batches=_BATCHES, text=_TEXT.format(), initialise=_INITIALISE, dtype=figures.dtype,
+        world=plan.num_processes, serves=_SERVES if plan.uses_servers else "", batches=_BATCHES, text=_TEXT.format(),
+        initialise=_INITIALISE, dtype=figures.dtype,
         predicted_s=f"{plan.predicted.step_time_ns / 1e9:.6g}", step_flops=f"{figures.step_flops:.4g}",
         peak_flops=f"{figures.peak_flops:.4g}", compiles=_COMPILES if plan.runs == COMPILED else "",
     )  # fmt: skip

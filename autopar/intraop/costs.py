@@ -225,6 +225,9 @@ class ProfiledCosts:
         gradients of the microbatches, and casting master weights and gradients."""
         sources = [storage.placement for storage in storages]
         forward, backward = self._routes(tensor).times(sources, targets)
+        if self._may_be_served(tensor):
+            saved = [[self._saved_by_servers(tensor, source, target) for target in targets] for source in sources]
+            backward = backward - np.minimum(np.array(saved), backward)
         gathers = np.array([self._num_gathers(storage) for storage in storages])[:, None]
         reductions = np.array([self._num_reductions(storage) for storage in storages])[:, None]
         total = forward * gathers + backward * reductions + self._added_up_ns(tensor, storages, targets)
@@ -291,23 +294,25 @@ class ProfiledCosts:
         route = self._routes(tensor).route(source, target)
         if route is None:
             return None
-        return self._by_levels(tensor, source, target, route) or self._over_servers(tensor, target, route) or route.steps
+        if levels := self._by_levels(tensor, source, target, route):
+            return levels
+        return over_servers(route.steps, self.axes) if self._saved_by_servers(tensor, source, target) else route.steps
 
-    def _over_servers(self, tensor: Tensor, target: Placement, route: Route) -> tuple[Step, ...] | None:
-        """The steps of a parameter whose gradient is summed over the mesh's servers at the begin of its way home, where
-        that takes less than the sum of the route; None else."""
-        served = over_servers(route.steps, self.axes) if self._may_be_served(tensor) else None
+    def _saved_by_servers(self, tensor: Tensor, source: Placement, target: Placement) -> int:
+        """Nanoseconds that a parameter's gradient takes less where it is summed over the mesh's servers when it begins
+        its way home; 0 where it is not, or that takes more."""
+        route = self._routes(tensor).route(source, target) if self._may_be_served(tensor) else None
+        served = over_servers(route.steps, self.axes) if route is not None else None
         if served is None:
-            return None
-        last = next(step for step in served if step.is_served)
-        num_bytes = math.prod(self._local(tensor.shape, target)) * self.graph.itemsizes(tensor.name)[1]
-        num_bytes = max(num_bytes, LONE_BYTES)  # small ones travel together
-        axis = self.axes[last.axis]
+            return 0
+        axis = self.axes[next(step.axis for step in served if step.is_served)]
+        own_bytes = math.prod(self._local(tensor.shape, target)) * self.graph.itemsizes(tensor.name)[1]
+        num_bytes = max(own_bytes, LONE_BYTES)  # small ones travel together
         by_servers, plain = (
             collective_time_ns(kind, num_bytes, axis, self.devices_per_node, self.profile)
             for kind in (SERVED, "all_reduce")
         )
-        return served if by_servers < plain else None
+        return math.ceil(max(0, plain - by_servers) * own_bytes / num_bytes)
 
     def _may_be_served(self, tensor: Tensor) -> bool:
         """Whether it is a parameter that is trained by all devices of a mesh with servers, each as much."""
@@ -352,7 +357,6 @@ class ProfiledCosts:
             self.devices_per_node,
             self.profile,
             differentiable,
-            self._may_be_served(tensor),
         )
 
     def state_bytes(self, tensor: Tensor, storages: list[Storage], uses: list[Placement]) -> Times:

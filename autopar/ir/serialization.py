@@ -13,7 +13,6 @@ from autopar.ir import earlier, reading
 from autopar.ir.algorithm import algorithm_of_json, algorithm_to_json
 from autopar.ir.consistency import check_consistent
 from autopar.ir.mesh import Mesh
-from autopar.ir.servers import Servers
 from autopar.ir.placement import Axis, format_placement, parse_placement, parse_type
 from autopar.ir.plan import (
     EAGER,
@@ -39,6 +38,7 @@ from autopar.ir.plan import (
 from autopar.ir.redistribution import Step
 from autopar.ir.routing import Routing
 from autopar.ir.schedule import SCHEDULES
+from autopar.ir.servers import Servers
 from autopar.ir.tried import Tried
 
 VERSION = 3

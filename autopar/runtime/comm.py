@@ -249,7 +249,7 @@ def start_all_reduce(buffer: Tensor, axis: Axis) -> Wait:
 
 
 def start_sum_over_servers(buffer: Tensor, axis: Axis, group: SummingGroup) -> Wait:
-    """Starts an in-place sum over the axis by servers; the flat buffer is whole once the returned function was called."""
+    """Starts an in-place sum over the axis by servers; it is whole once the returned function was called."""
     _count("servers", axis, buffer)
     future, num_bytes = group.start(buffer), buffer.nbytes
 

@@ -1,8 +1,8 @@
 """Sums of gradients over servers: spare ranks that have no parameters, and sum what the workers of an axis send them.
 
-A buffer goes in pieces. Of each piece, a worker sends every rank that sums its part ("push"); that rank adds up the parts
-in the order of the workers, so that all of them get the same bits, and sends the sum back to each ("pull"), while the
-next piece is on its way there. Workers may sum parts, too, where servers alone would take longer.
+A buffer goes in pieces. Of each piece, a worker sends every rank that sums its part ("push"); that rank adds up the
+parts in the order of the workers, so that all of them get the same bits, and sends the sum back to each ("pull"), while
+the next piece is on its way there. Workers may sum parts, too, where servers alone would take longer.
 
 Workers do so in a thread of their own, buffer after buffer, while the backward pass goes on. They are the world of
 `torch.distributed`; servers are no part of that, and share groups with the workers of each axis alone. The first worker
@@ -11,15 +11,16 @@ of a group tells the servers of each buffer what comes, and when nothing comes a
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from itertools import accumulate, pairwise
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -89,10 +90,10 @@ class SummingGroup:
         self.name, self.index, self.workers, self.servers, self.parts = name, index, workers, servers, parts
         timeout = timedelta(seconds=timeout_s)
         size = workers + servers
-        self._group: Any = dist.ProcessGroupGloo(PrefixStore(name, store), index, size, timeout)  # type: ignore[attr-defined] # torch's
+        self._group: Any = dist.ProcessGroupGloo(PrefixStore(name, store), index, size, timeout)
         self._thread: ThreadPoolExecutor | None = None
         if index == 0:
-            atexit.register(self._end)
+            Finalize(None, self._end, exitpriority=0)  # when the process ends, whoever started it
 
     # of workers
 
@@ -109,14 +110,13 @@ class SummingGroup:
 
     def _tell(self, *words: int) -> None:
         told = torch.tensor([*words, *[0] * (_WORDS - len(words))])
-        for work in [self._group.send([told], server, 0) for server in range(self.workers, self.workers + self.servers)]:
+        servers = range(self.workers, self.workers + self.servers)
+        for work in [self._group.send([told], server, 0) for server in servers]:
             work.wait()
 
     def _end(self) -> None:
-        try:
+        with suppress(RuntimeError):  # of a server that is lost, and has said why
             self._tell(_END)
-        except RuntimeError:  # a server is lost, which has said why
-            pass
 
     # of servers
 
@@ -159,7 +159,7 @@ class SummingGroup:
 
     def _all_to_all(self, received: Tensor, sent: Tensor, own: int, lengths: list[int]) -> Any:
         each = [own] * self.workers + [0] * self.servers
-        return self._group.alltoall_base(received, sent, each, lengths, dist.AllToAllOptions())  # type: ignore[attr-defined] # torch's
+        return self._group.alltoall_base(received, sent, each, lengths, dist.AllToAllOptions())
 
     def _pull(self, data: Tensor | None, received: Tensor, lengths: list[int]) -> tuple[Any, Tensor]:
         """The sum of what has come goes to each worker. Returns what is sent, which must stay until then, as well."""
@@ -172,7 +172,7 @@ class SummingGroup:
         each = [own] * self.workers + [0] * self.servers
         back = lengths if data is not None else [0] * len(lengths)
         into = received.new_empty(0) if data is None else data
-        return self._group.alltoall_base(into, sent, back, each, dist.AllToAllOptions()), sent  # type: ignore[attr-defined] # torch's
+        return self._group.alltoall_base(into, sent, back, each, dist.AllToAllOptions()), sent
 
     def _lengths(self, count: int) -> list[int]:
         """How many of so many elements each member sums."""
@@ -245,4 +245,3 @@ def _told(group: SummingGroup, tell: Callable[[tuple[str, Exception | None]], No
         tell((group.name, None))
     except Exception as error:  # whatever it is ends the process, loudly
         tell((group.name, error))
-

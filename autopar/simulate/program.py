@@ -36,7 +36,7 @@ from autopar.cost.memory import (
     workspace_bytes,
 )
 from autopar.cost.profile import ACROSS, INSIDE, Waits, host_of
-from autopar.cost.servers import SERVED
+from autopar.cost.servers import SERVED, summing_bytes
 from autopar.cost.updates import update_bytes
 from autopar.errors import PlanError
 from autopar.ir.branches import (
@@ -91,7 +91,7 @@ class Transmission(NamedTuple):
     """One collective: its name, the link level that it is on, its bytes and nanoseconds. waits: how long its ranks wait
     for each other besides where it stops them, if that is known. is_early: it was sent long before, and has arrived.
     beside_ns: its nanoseconds while its ranks compute. num_ranks: that take part. is_shared: whether other axes of the
-    stage have links of that level, too."""
+    stage have links of that level, too. room_bytes: of pieces that a rank holds while it sums some for the others."""
 
     collective: str
     level: str
@@ -103,6 +103,7 @@ class Transmission(NamedTuple):
     beside_ns: int = 0
     num_ranks: int = 1
     is_shared: bool = False
+    room_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -567,8 +568,13 @@ class Lowering:
             self.transmissions[key] = Transmission(
                 collective, level, axis, num_bytes, duration, waits, beside_ns=beside, num_ranks=mesh_axis.size,
                 is_shared=inner.count(inside) > 1,
+                room_bytes=self._room_bytes(mesh_axis, num_bytes) if collective == SERVED else 0,
             )  # fmt: skip
         return self.transmissions[key]
+
+    def _room_bytes(self, axis: Axis, num_bytes: int) -> int:
+        assert self.profile.servers is not None, "sums go over the servers of a mesh that has some"
+        return summing_bytes(num_bytes, axis.size, ranks_within_node(axis, self.per_node), self.profile.servers)
 
     def _transmissions(
         self, steps: Sequence[Step], sizes: Sequence[tuple[int, int]], direction: int,
