@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.ir.algorithm import PIPEDREAM
 from autopar.ir.offload import uses_host
 from autopar.ir.plan import COMPILED, Plan
 
@@ -22,6 +23,15 @@ _BATCHES = """def batches():
 
 _ON_HOST = "next(iter(rank.parameters())).is_cuda", 'rank.device.type == "cuda"'
 """Which parameter a rank has first says nothing of the device where some are on the host."""
+
+_WITHIN_STEPS = (
+    (
+        "    schedule = torch.optim",
+        "    rank.update_with(optimizer)  # within steps, after each microbatch\n    schedule = torch.optim",
+    ),
+    ("norm = rank.clip_grad_norm_(options.clip)", "norm = torch.zeros(())  # gradients are gone, and were not clipped"),
+)
+"""Of pipedream: the script's lines, and what is there instead."""
 
 _COMPILES = "    rank.compile()  # as the plan says\n"
 
@@ -389,4 +399,7 @@ def script(plan: Plan, figures: StepFigures) -> str:
         predicted_s=f"{plan.predicted.step_time_ns / 1e9:.6g}", step_flops=f"{figures.step_flops:.4g}",
         peak_flops=f"{figures.peak_flops:.4g}", compiles=_COMPILES if plan.runs == COMPILED else "",
     )  # fmt: skip
+    if plan.algorithm is not None and plan.algorithm.name == PIPEDREAM:
+        for old, new in _WITHIN_STEPS:
+            text = text.replace(old, new)
     return text.replace(*_ON_HOST) if uses_host(plan) else text
