@@ -2,8 +2,8 @@
 
 Each process has a link of its own, of so many megabytes a second in each direction, which what it sends and receives
 occupies one after the other: of an all-reduce 2(n−1)/n of its bytes, of a sum over servers what it pushes and pulls,
-and what others do. Nothing is waited for less long than that takes. Both programs take turns in the same processes, as in
-`benchmarks.side_by_side`; servers are processes beside them.
+and what others do. Nothing is waited for less long than that takes. Both programs take turns in the same processes, as
+in `benchmarks.side_by_side`; servers are processes beside them.
 """
 
 from __future__ import annotations
