@@ -12,6 +12,7 @@ from autopar.runtime import agreement
 from autopar.runtime.copies import apart_of
 from autopar.runtime.declare import Pipeline, Program
 from autopar.runtime.ending import await_gloo_at_exit
+from autopar.runtime.errors import WorldError
 from autopar.runtime.host_link import HostLink
 from autopar.runtime.mesh import TIMEOUT_S, make_rank_mesh, start_process_group
 from autopar.runtime.rank import Rank
@@ -48,6 +49,10 @@ def build(
         return PipelineRank(program, device_mesh, device, timeout_s)
     mesh = make_rank_mesh(program.AXES, device_mesh, device, timeout_s, program.JOINED)
     link = HostLink(mesh.device, program.HOST_LINK)
+    if has_servers and mesh.device.type != "cpu":
+        raise WorldError(
+            f"expected CPU ranks, whose gradients servers can read, found {mesh.device}; give device='cpu'"
+        )
     servers = summing_groups(program, timeout_s) if has_servers else {}
     mesh = replace(mesh, shares=program.SHARES, apart=apart_of(program), link=link, servers=servers)
     return rank_type(program(mesh), mesh)

@@ -56,6 +56,9 @@ def start_workers(program: type[Program], backend: str, timeout_s: float) -> Non
         )
     if dist.is_initialized():
         return
+    if _stores:
+        raise WorldError("expected one process group for all programs with servers, which serve until it ends, found "
+                         "another to be made; start the script again")  # fmt: skip
     store, count = _store_of(program, timeout_s), math.prod(program.AXES.values())
     rank = int(os.environ["RANK"])
     if rank >= count:
