@@ -23,18 +23,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime.errors import CollectiveError
-from autopar.runtime.mesh import Axis, timeout_of
+from autopar.runtime.mesh import Axis, SumsElsewhere, timeout_of
 from autopar.runtime.ranges import collective
-
-if TYPE_CHECKING:
-    from autopar.runtime.servers import SummingGroup
 
 Wait = Callable[[], None]
 
@@ -248,7 +245,7 @@ def start_all_reduce(buffer: Tensor, axis: Axis) -> Wait:
     return _start("all_reduce", axis, buffer, lambda: dist.all_reduce(buffer, group=axis.group, async_op=True))
 
 
-def start_sum_over_servers(buffer: Tensor, axis: Axis, group: SummingGroup) -> Wait:
+def start_sum_over_servers(buffer: Tensor, axis: Axis, group: SumsElsewhere) -> Wait:
     """Starts an in-place sum over the axis by servers; it is whole once the returned function was called."""
     _count("servers", axis, buffer)
     future, num_bytes = group.start(buffer), buffer.nbytes

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.errors import WorldError
 from autopar.runtime.host_link import HostLink
-
-if TYPE_CHECKING:
-    from autopar.runtime.servers import SummingGroup
 
 #: seconds that a collective waits for a rank before it gives up, where the program makes the groups itself
 TIMEOUT_S = 300.0
@@ -43,6 +41,13 @@ class Axis:
     timeout_s: float | None = None  # for how long a collective waits; None: as whoever made the group says
     late: list[Callable[[], None]] = field(default_factory=list, repr=False)  # to be waited for when the step ends
     shares: tuple[int, ...] = ()
+
+
+class SumsElsewhere(Protocol):
+    """What sums over an axis otherwise than its ranks among themselves (`servers`)."""
+
+    def start(self, flat: torch.Tensor) -> Future[None]:
+        """Sums a flat buffer over the axis, in place, after those that were started before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +88,7 @@ class RankMesh:
     joint: Mapping[Names, Axis] = field(default_factory=dict)
     apart: str = ""
     link: HostLink | None = None
-    servers: Mapping[str, SummingGroup] = field(default_factory=dict)
+    servers: Mapping[str, SumsElsewhere] = field(default_factory=dict)
 
     @cached_property
     def host_link(self) -> HostLink:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.optimizers.kinds import kind_of
-from autopar.runtime.stored import ParameterUse, StoredParameter, _hooks
+from autopar.runtime.stored import ParameterUse, StoredParameter
 
 PIPEDREAM = "pipedream"
 
@@ -49,7 +49,7 @@ class Updates:
                 f"expected the optimizer before the first step, since under {PIPEDREAM} weights are updated within "
                 "steps, found none; call rank.update_with(optimizer)"
             )
-        hooked = next((item.name for item in parameters if any(_hooks(item.tensor))), None)
+        hooked = next((item.name for item in parameters if item.has_hooks), None)
         if hooked is not None:
             raise ProgramError(
                 f"expected parameters without hooks under {PIPEDREAM}, since each microbatch has gradients of its own, "

@@ -87,6 +87,11 @@ class StoredParameter:
             for found in hooks:
                 found.clear()
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether anybody wants to see its gradients."""
+        return self._set_aside is not None or any(_hooks(self.tensor))
+
     def _restore(self) -> None:
         if self._set_aside is not None:
             (self.tensor.grad, held), self._set_aside = self._set_aside, None
