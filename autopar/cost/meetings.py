@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from autopar.cost.collectives import collective_time_ns
 from autopar.cost.compute import copy_time_ns, optimizer_time_ns
-from autopar.cost.memory import optimizer_moved_bytes
+from autopar.cost.memory import most_workspace, optimizer_moved_bytes, optimizer_of, optimizer_workspace_bytes
 from autopar.cost.profile import Profile
 from autopar.ir.algorithm import ADASUM, INT8, POWERSGD, TOPK, Algorithm
 from autopar.ir.graph import Graph
@@ -75,7 +75,8 @@ def stashing(
     graph: Graph, stage: Stage, versions: int, microbatches: int, optimizer: str | None, profile: Profile
 ) -> CopiesMeeting:
     """Of a stage of one device that updates its weights after each microbatch, and keeps so many versions of them: the
-    updates but for the one that any step makes, and the copies."""
+    updates but for the one that any step makes, and the copies. Kept is what an update takes for a while, too: it is
+    made while activations of other microbatches are there."""
     shapes = _stored_shapes(graph, stage)
     trained = {item.tensor for item in graph.parameters if item.requires_grad}
     dtypes = [graph.kept(name).dtype for name in stage.storage if name in trained]
@@ -85,7 +86,10 @@ def stashing(
     )
     update_ns = optimizer_time_ns(moved, len(shapes), len(shapes), False, profile)
     taken = (microbatches - 1) * update_ns + microbatches * copy_time_ns(size, profile)
-    return CopiesMeeting(taken, {}, 0, 0, versions * size)
+    each = zip(shapes, dtypes, strict=True)
+    workspaces = [optimizer_workspace_bytes(optimizer, shape, dtype) for (shape, _), dtype in each]
+    room = most_workspace(workspaces, optimizer_of(optimizer).is_elementwise)
+    return CopiesMeeting(taken, {}, 0, 0, versions * size + room)
 
 
 # In fewer bits ----------------------------------------

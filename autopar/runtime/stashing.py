@@ -95,8 +95,15 @@ class WeightStash:
     @torch.no_grad()
     def update(self, index: int) -> None:
         """After it: the latest weights are updated by its gradient. A weight of two uses has the sum of theirs."""
-        optimizer, versions = self._updates.optimizer, self._versions.pop(index)
+        optimizer = self._updates.optimizer
         assert optimizer is not None, "checked before the step"
+        self._hand_over(self._versions.pop(index))
+        optimizer.step()
+        for use in self._uses:
+            use.parameter.tensor.grad = None
+
+    def _hand_over(self, versions: list[Tensor]) -> None:
+        """Gradients to the parameters; nothing holds the versions then, while the optimizer needs memory."""
         for use in self._uses:
             use.parameter.tensor.grad = None
         for use, version in zip(self._uses, versions, strict=True):
@@ -106,6 +113,3 @@ class WeightStash:
         for parameter in {id(use.parameter): use.parameter for use in self._uses}.values():
             if parameter.tensor.grad is not None:
                 parameter.tensor.grad.mul_(self._scale)
-        optimizer.step()
-        for use in self._uses:
-            use.parameter.tensor.grad = None

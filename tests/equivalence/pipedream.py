@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from autopar.program import load_source
+from benchmarks.accuracy.lifetimes import live_storages, track
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -63,6 +64,18 @@ def trained_on_ranks(
     built.update_with(OPTIMIZERS[optimizer](built.parameters()))
     losses = [built.train_step(**batch).item() for batch in batches]
     return losses, built.full_state_dict()
+
+
+def peak_on_rank(rank: int, world: int, source: str, state: Mapping[str, Tensor], batch: dict[str, Tensor]) -> int:
+    """The most memory that a rank takes in its second step."""
+    from autopar import runtime as rt
+
+    before = live_storages()
+    built = rt.build(load_source(source).Program)
+    built.init_from(state, broadcast=False)
+    built.update_with(torch.optim.AdamW(built.parameters(), lr=1e-4))
+    built.train_step(**batch)
+    return track(lambda: built.train_step(**batch), before).peak_bytes
 
 
 def refused_on_rank(rank: int, world: int, source: str, batch: Mapping[str, Tensor]) -> list[str]:

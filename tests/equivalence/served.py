@@ -13,6 +13,7 @@ import torch
 
 from autopar.program import load_source
 from autopar.runtime.servers import SummingGroup
+from benchmarks.accuracy.memory import measure_rank
 from tests.equivalence.harness import run_rank
 from tests.rank_pool import _free_port, server
 
@@ -91,6 +92,11 @@ def _run(
 def train(rank: int, workers: int, source: str, state: Any, batch: Any, optimizers: tuple[str, ...]) -> Any:
     """What `run_rank` returns."""
     return run_rank(rank, workers, source, state, batch, optimizers)
+
+
+def peak(rank: int, workers: int, source: str, state: Any, batch: Any) -> int:
+    """The most memory that this worker takes in a step."""
+    return measure_rank(rank, workers, source, state, batch)[0].peak_bytes
 
 
 def gradients(rank: int, workers: int, source: str, state: Any, batch: Any) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from autopar.microbatch import check_plan
 from autopar.trace import trace
 from tests.equivalence import zoo
 from tests.equivalence.algorithms import farthest
-from tests.equivalence.pipedream import refused_on_rank, trained_alone, trained_on_ranks, trained_together
+from tests.equivalence.pipedream import peak_on_rank, refused_on_rank, trained_alone, trained_on_ranks, trained_together
 from tests.rank_pool import pool
 
 STEPS = 3
@@ -121,3 +121,12 @@ def test_what_a_step_cannot_do_is_refused() -> None:
             "expected parameters without hooks under pipedream",
             "expected to compile a program that reads one version of its weights",
         ]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("name", "pp"), [("mlp", 3), ("gpt", 2)])
+def test_no_rank_takes_more_than_predicted(name: str, pp: int) -> None:
+    model, batches = case(name)
+    plan = planned(name, pp, 4)
+    found = pool(pp).run(peak_on_rank, program_of(name, plan).source, dict(model.state_dict()), batches[0])
+    assert max(found) <= plan.predicted.peak_bytes < 2 * max(found)

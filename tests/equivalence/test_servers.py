@@ -25,11 +25,12 @@ from autopar.pipeline import template_of_graph
 from autopar.planning import divided
 from autopar.runtime.declare import Program
 from autopar.runtime.servers import _rows, is_server
+from autopar.step import simulated_again
 from autopar.trace import find_blocks
 from tests.equivalence import zoo
 from tests.equivalence.harness import differences, run_single
 from tests.equivalence.planned import graph
-from tests.equivalence.served import gradients, run_lost, run_served, train
+from tests.equivalence.served import gradients, peak, run_lost, run_served, train
 
 OPTIMIZERS = ("adamw",)
 
@@ -92,6 +93,16 @@ def test_workers_get_the_same_bits() -> None:
     results = run_served(3, 1, emit(whole, plan), gradients, dict(model.state_dict()), batch)
     for result in results[1:3]:
         assert all(map(torch.equal, results[0], result)) and len(result) == len(results[0])
+
+
+@pytest.mark.ranks
+def test_no_worker_takes_more_than_predicted() -> None:
+    """Nor sends more; workers sum some, too."""
+    whole = graph("gpt")
+    plan = planned("gpt", "cpu:2x1+servers:1", dp=2)
+    model, batch = zoo.build("gpt")
+    results = run_served(2, 1, emit(whole, plan), peak, dict(model.state_dict()), batch)
+    assert max(results[:2]) <= simulated_again(plan, whole).predicted.peak_bytes < 1.5 * max(results[:2])
 
 
 @pytest.mark.ranks
