@@ -108,10 +108,10 @@ def _ring_across(inside: int, near: Level, far: Level) -> Level:
 
 @lru_cache(maxsize=1 << 18)
 def collective_time_ns(kind: str, num_bytes: int, axis: Axis, devices_per_node: int, profile: Profile) -> int:
-    """Nanoseconds of one collective along a mesh axis, while the other groups of the axis do the same.
+    """Nanoseconds of one collective of the table along a mesh axis, while the other groups of the axis do the same.
 
-    `kind`: all_reduce, servers, all_gather, reduce_scatter, all_to_all, exchange (an all-to-all of sizes that are known
-    when it runs), ring or send. Zero for no bytes or one rank.
+    `kind`: all_reduce, all_gather, reduce_scatter, all_to_all, exchange (an all-to-all of sizes that are known when it
+    runs), ring or send. Zero for no bytes or one rank.
     """
     priced = priced_collective_ns(kind, num_bytes, axis, devices_per_node, profile)
     if not (priced and profile.seen.collectives):
