@@ -37,6 +37,7 @@ _HOMES = {
     "Plan": "autopar.ir.plan",
     "Routing": "autopar.ir.routing",
     "SearchBudget": "autopar.request",
+    "Servers": "autopar.ir.servers",
     "audit": "autopar.auditing",
     "ladder": "autopar.ladders",
     "parallelize": "autopar.pipeline",

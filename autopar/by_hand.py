@@ -28,7 +28,7 @@ from autopar.ir.plan import Plan, Substitution
 from autopar.microbatch import batch_types, check_plan, divided_graph
 from autopar.odds import with_odds
 from autopar.planning import Place, divided, fit_or_refuse_over
-from autopar.profiler import load_profile, profiles_of
+from autopar.profiler import profile_of, profiles_of
 from autopar.refusal import check_host
 from autopar.request import BUDGETS, Request, memory_limit_of
 from autopar.rewrites import any_way, by_load, by_slices, in_chunks, with_replicas, with_slices
@@ -74,7 +74,7 @@ def template_of_graph(
     check_gradients(gradients, pp, mesh.is_homogeneous)
     check_offload(offload, mode, mesh, optimizer)
     if offload != NOT_OFFLOADED:
-        host_of(load_profile(mesh.profile))
+        host_of(profile_of(mesh))
     graph, told = for_sequences(graph, ring=context == "ring") if cp > 1 else (graph, ())
     graph, in_parts = in_chunks(graph, exchange_chunks)
     graph, replicated = with_replicas(graph, replicas)
@@ -91,7 +91,7 @@ def template_of_graph(
     by_speed = split != "equal" or not mesh.is_homogeneous
     sizes = None if layers is None else checked_sizes(graph, paths, layers, len(first_ranks))
     if pp > 1 and not by_speed:
-        sizes = sizes or even_sizes(graph, paths, pp, len(first_ranks) // pp, load_profile(mesh.profile), schedule)
+        sizes = sizes or even_sizes(graph, paths, pp, len(first_ranks) // pp, profile_of(mesh), schedule)
         members = stages_of_sizes(graph, paths, sizes)
         part = replace(part, cut=lambda plan: cut(part.graph, plan, members, first_ranks, schedule), num_submeshes=pp)
     batch = {n: t for n, t in batch_types(part.graph).items() if part.blocks.representative_tensor(n) == n}
@@ -125,7 +125,7 @@ def template_of_graph(
         stages = UnequalStages(part, kinds, len(first_ranks) // pp, schedule, paths, request, profiles_of(mesh))
         plan = stages.plan(split, sizes)
     else:
-        plan = _fitted(Place(part, axes, request, load_profile(mesh.profile), by_factors=gradients == FACTORS))
+        plan = _fitted(Place(part, axes, request, profile_of(mesh), by_factors=gradients == FACTORS))
     if is_adaptive or experts == ADAPTIVE:
         graph, plan = _by_load(given, plan, is_adaptive, experts == ADAPTIVE)
     return _checked(replace(plan, substitutions=(*told, *plan.substitutions)), graph)

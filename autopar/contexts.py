@@ -23,7 +23,7 @@ from autopar.ir.placement import Placement, R, S, Type
 from autopar.ir.plan import Substitution
 from autopar.ops import call_key
 from autopar.positions import attention_nodes
-from autopar.profiler import load_profile
+from autopar.profiler import profile_of
 from autopar.request import Request
 from autopar.substitute import rows, sequences
 from autopar.substitute.masks import RULE, STATEMENT, under_causal_masks, without_masks
@@ -87,7 +87,7 @@ def _takes_less(name: str, rings: Graph, plain: Graph, axes: LogicalMesh, reques
     known = plain.found.setdefault(("in a ring", str(axes)), {})
     key = call_key(plain, node), call_key(rings, rings.node_by_name[name]), request.mesh.profile, request.mode
     if key not in known:
-        profile = load_profile(request.mesh.profile)
+        profile = profile_of(request.mesh)
         own, other = (_home_ns(one, one.node_by_name[name], axes, request, profile) for one in (rings, plain))
         known[key] = own <= other
     return bool(known[key])

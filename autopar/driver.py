@@ -34,7 +34,7 @@ from autopar.ir.tried import Tried
 from autopar.ir.writing import write_whole
 from autopar.microbatch import check_plan
 from autopar.odds import Sure, with_odds
-from autopar.profiler import load_profile, profiles_of
+from autopar.profiler import profile_of, profiles_of
 from autopar.progress import Ended, Report, reporting, reporting_passes
 from autopar.refusal import check_host
 from autopar.request import Request
@@ -134,7 +134,7 @@ class Context:
     @property
     def profile(self) -> Profile:
         """Of the devices, where they are of one kind."""
-        return load_profile(self.request.mesh.profile)
+        return profile_of(self.request.mesh)
 
     @property
     def profiles(self) -> Mapping[str, Profile]:

@@ -35,7 +35,7 @@ from autopar.ir.structure import batch_inputs
 from autopar.ir.tried import Tried
 from autopar.microbatch import batch_types, divisible
 from autopar.planning import DividedGraph, Place, divided
-from autopar.profiler import load_profile
+from autopar.profiler import profile_of
 from autopar.request import Request, SearchBudget
 from autopar.simulate import Incremental, predict
 from autopar.template import positions, template_axes, template_constraints, template_recompute
@@ -130,7 +130,7 @@ class Family:
         """plan: what was found so far, if anything. likely_ns: what a plan takes by estimate that may be found yet."""
         self.graph, self.request = graph, replace(request, budget=_BUDGET)
         self.is_tight = plan is not None and (plan.microbatches > 1 or bool(plan.recompute))
-        self.profile = load_profile(request.mesh.profile)
+        self.profile = profile_of(request.mesh)
         self.blocks = find_blocks(graph, request.constraints)
         self.paths = tuple(path for group in self.blocks.paths for path in group)
         self.folded = fold(graph, self.blocks, block_layers(graph, self.paths))

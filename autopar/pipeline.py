@@ -23,7 +23,7 @@ from autopar.cost.memory import optimizer_of
 from autopar.driver import Context, search
 from autopar.emit import emit
 from autopar.errors import PlanError
-from autopar.ir.algorithm import Algorithm, parse_algorithm, split_copies
+from autopar.ir.algorithm import PIPEDREAM, Algorithm, parse_algorithm, split_copies
 from autopar.ir.constraint import Constraint, require_matches
 from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
@@ -161,7 +161,9 @@ def parallelize(
     checked_runs(runs)
     wanted, num_copies = split_copies(algorithm)
     if wanted is not None:
-        parse_algorithm(wanted, COPIES)
+        if parse_algorithm(wanted, COPIES).name == PIPEDREAM:
+            raise PlanError(f"expected a plan by hand for {PIPEDREAM}, whose stages are given, found a search; give "
+                            'plan=autopar.template_plan(…, pp=4, microbatches=8, algorithm="pipedream")')  # fmt: skip
         check_goes_alone(algorithm, {"plan": plan, "part": part or None, "pad": pad, "shapes": shapes or None})
     if part:
         loss_fn, constraints = (
@@ -321,7 +323,8 @@ def template_plan(
     offload: what is kept on the host: "none", "optimizer" (what is stored of parameters, their gradients and optimizer
     state, which is updated there), "activations" (what autograd saves in each repeated block, brought back for its
     backward pass) or "both". algorithm: how the copies of dp (with hsdp, of its groups) meet, where that is not by the
-    sum of their gradients: "local_sgd(8)", "local_sgd(8, after=100)" or "adasum" (`ir.algorithm`).
+    sum of their gradients: "local_sgd(8)", "local_sgd(8, after=100)" or "adasum" (`ir.algorithm`); or "pipedream", of
+    pp stages that update their weights after each microbatch (`ops.pipedream`).
     gradients: "sums" adds up those of each parameter over dp; "factors" gathers, for linear operators where that is
     less, the rows of their inputs and of their results' gradients, of which each rank makes the whole gradient itself.
     routing, check, part: as in `parallelize`.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autopar.cost.meetings import meeting
+from autopar.cost.meetings import meeting, stashing
+from autopar.ir.algorithm import PIPEDREAM
 from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.microbatch import divided_graph
+from autopar.ops.pipedream import versions
 from autopar.profiler import profiles_of
 from autopar.quantiles import with_p99
 from autopar.simulate import Timeline, predict, simulate, traffic, traffic_by_submesh
@@ -65,6 +67,10 @@ def met(graph: Graph, plan: Plan) -> Plan:
         own = [stage for stage in plan.stages if stage.first_rank == first]
         group = plan.mesh.group_of(own[0].ranks)
         profile = profiles[group.profile].shared_by(group.devices_per_node)
+        if algorithm.name == PIPEDREAM:
+            count = versions(plan, plan.stages.index(own[0]))
+            found.append(stashing(graph, own[0], count, plan.microbatches, plan.optimizer, profile))
+            continue
         found.append(meeting(graph, own, algorithm, group.devices_per_node, profile))
     slowest, told = max(one.duration_ns for one in found), plan.predicted
     sent = max((one.sent for one in found), key=lambda counts: sum(counts.values()))
@@ -77,6 +83,8 @@ def met(graph: Graph, plan: Plan) -> Plan:
     meeting_bytes = kept + max(one.gradient_bytes + one.buffer_bytes + one.kept_bytes for one in found)
     each_ns = -(-slowest // algorithm.period)
     parts = replace(told.breakdown, exposed_communication_ns=told.breakdown.exposed_communication_ns + each_ns)
+    if algorithm.name == PIPEDREAM:
+        parts = replace(told.breakdown, optimizer_ns=told.breakdown.optimizer_ns + each_ns)
     return replace(plan, predicted=replace(
         told, step_time_ns=told.step_time_ns + each_ns, comm_bytes=counts, breakdown=parts,
         peak_bytes=max(told.peak_bytes + held, meeting_bytes),

@@ -119,7 +119,8 @@ def _planning(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--algorithm", metavar="TEXT",
         help="copies of the parameters that meet otherwise than by the sum of gradients, so that training is not what "
-        "one device computes: local_sgd(8), local_sgd(8, after=100), adasum; of a search also with copies=4",
+        "one device computes: local_sgd(8), local_sgd(8, after=100), adasum; of a search also with copies=4; of a "
+        "template of stages pipedream",
     )  # fmt: skip
     plan.add_argument(
         "--allow", choices=ALLOWED, action="append", default=[],
@@ -463,9 +464,16 @@ def _emit(options: argparse.Namespace) -> int:
     program = parallelize(model, plan.mesh, inputs, mode=plan.mode, plan=plan, shapes=options.shape, pad=options.pad)
     is_traced = getattr(options, "trace", None) is not None
     folder = program.save_traced(options.output) if is_traced else program.save(options.output)
-    nodes = f"--nnodes {plan.mesh.nodes} " if plan.mesh.nodes > 1 else ""
-    print(f"torchrun {nodes}--nproc-per-node {plan.mesh.devices_per_node} {folder / script_name(plan)}")
+    print(f"torchrun {_ranks_text(plan)} {folder / script_name(plan)}")
     return 0
+
+
+def _ranks_text(plan: Plan) -> str:
+    """torchrun's options for as many ranks; of a plan with servers all on one host, since theirs have others."""
+    if plan.uses_servers:
+        return f"--nproc-per-node {plan.num_processes}"
+    nodes = f"--nnodes {plan.mesh.nodes} " if plan.mesh.nodes > 1 else ""
+    return f"{nodes}--nproc-per-node {plan.mesh.devices_per_node}"
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -475,8 +483,13 @@ def _run(options: argparse.Namespace) -> int:
         raise MeshError(
             f"expected a plan for one node, found one for {mesh}; take `autopar emit` and start torchrun on each node"
         )
+    if plan.uses_servers and options.trace:
+        raise MeshError(
+            f"expected ranks that all train where a step is traced, found servers in {mesh}; leave out --trace"
+        )
     _emit(options)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(mesh.num_devices)]
+    count = str(plan.num_processes)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
     found_here = str(Path(__file__).parents[2])  # the ranks import this autopar, also from a checkout
     paths = [found_here, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -9,6 +9,7 @@ Byte conventions are those of `ir.redistribution.transfer_bytes`.
 | all_reduce     | ring σ + 2(p−1)α + 2(p−1)/p·bβ + bγ; double tree σ + 2⌈log₂p⌉α + 2bβ + bγ; of nodes; hierarchical |
 | all_gather, reduce_scatter | ring σ + (p−1)α + (p−1)/p·bβ + bγ/2; hierarchical |
 | all_to_all     | pairwise σ + (p−1)α + (p−1)/p·bβ; Bruck σ + ⌈log₂p⌉α + ⌈log₂p⌉/2·bβ; two-level |
+| servers        | a sum over spare hosts: `cost.servers` |
 | ring           | what goes to the next rank, in p−1 messages one after another: of each σ + α + b/(p−1)·β |
 | send           | σ + α + bβ; k messages to several ranks σ + kα + bβ |
 
@@ -46,6 +47,7 @@ from typing import NamedTuple
 
 from autopar.cost.profile import ACROSS, INSIDE, LEVELS, CollectivePoints, Link, Profile, Waits, interpolate
 from autopar.cost.seen import Ratios, in_order, log_factor
+from autopar.cost.servers import SERVED, served_sum_ns
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Axis, Placement, Shape
 from autopar.ir.redistribution import (
@@ -106,7 +108,7 @@ def _ring_across(inside: int, near: Level, far: Level) -> Level:
 
 @lru_cache(maxsize=1 << 18)
 def collective_time_ns(kind: str, num_bytes: int, axis: Axis, devices_per_node: int, profile: Profile) -> int:
-    """Nanoseconds of one collective along a mesh axis, while the other groups of the axis do the same.
+    """Nanoseconds of one collective of the table along a mesh axis, while the other groups of the axis do the same.
 
     `kind`: all_reduce, all_gather, reduce_scatter, all_to_all, exchange (an all-to-all of sizes that are known when it
     runs), ring or send. Zero for no bytes or one rank.
@@ -142,9 +144,21 @@ def priced_collective_ns(kind: str, num_bytes: int, axis: Axis, devices_per_node
     kind = "all_to_all" if kind == "exchange" else kind
     if num_bytes <= 0 or axis.size <= 1:
         return 0
+    if kind == SERVED:
+        return _served_ns(num_bytes, axis, devices_per_node, profile)
     if kind == "ring":
         return _ring_steps_ns(num_bytes, axis, devices_per_node, profile)
     return _group_time_ns(kind, num_bytes, make_group(axis, devices_per_node, profile), devices_per_node, profile)
+
+
+def _served_ns(num_bytes: int, axis: Axis, devices_per_node: int, profile: Profile) -> int:
+    assert profile.servers is not None, "sums go over the servers of a mesh that has some"
+    inside = ranks_within_node(axis, devices_per_node)
+    far = _level(profile.link(ACROSS), max(2, axis.size // inside), devices_per_node)
+    wires = [(wire.alpha_ns, wire.ns_per_byte) for wire in far.wires]
+    passed = far.pass_ns_per_byte or 1e9 / profile.facts.memory_bandwidth
+    found = served_sum_ns(num_bytes, axis.size, inside, profile.servers, wires, far.start_ns, passed)
+    return math.ceil(found * _contention(devices_per_node, 1, profile))
 
 
 def _ring_steps_ns(num_bytes: int, axis: Axis, devices_per_node: int, profile: Profile) -> int:

@@ -2,6 +2,7 @@
 
 local_sgd   an all-reduce of the parameters after every `period` updates: large ones by themselves and in place,
             small ones in buffers. Nothing else runs meanwhile.
+pipedream   no meeting: updates after each microbatch, and copies of the weights
 adasum      log₂ n exchanges of the gradients with one other copy, at twice the distance each time, after the passes
 """
 
@@ -13,7 +14,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from autopar.cost.collectives import collective_time_ns
-from autopar.cost.compute import optimizer_time_ns
+from autopar.cost.compute import copy_time_ns, optimizer_time_ns
+from autopar.cost.memory import most_workspace, optimizer_moved_bytes, optimizer_of, optimizer_workspace_bytes
 from autopar.cost.profile import Profile
 from autopar.ir.algorithm import ADASUM, INT8, POWERSGD, TOPK, Algorithm
 from autopar.ir.graph import Graph
@@ -67,6 +69,27 @@ def meeting(
     small = _buffers([size for size in sizes if size < LONE_BYTES])
     taken = sum(collective_time_ns("all_reduce", size, axis, devices_per_node, profile) for size in (*groups, *small))
     return CopiesMeeting(taken, {"all_reduce": sum(sizes)}, max(small, default=0), sum(sizes), seen)
+
+
+def stashing(
+    graph: Graph, stage: Stage, versions: int, microbatches: int, optimizer: str | None, profile: Profile
+) -> CopiesMeeting:
+    """Of a stage of one device that updates its weights after each microbatch, and keeps so many versions of them: the
+    updates but for the one that any step makes, and the copies. Kept is what an update takes for a while, too: it is
+    made while activations of other microbatches are there."""
+    shapes = _stored_shapes(graph, stage)
+    trained = {item.tensor for item in graph.parameters if item.requires_grad}
+    dtypes = [graph.kept(name).dtype for name in stage.storage if name in trained]
+    size = sum(math.prod(shape) * itemsize for shape, itemsize in shapes)
+    moved = sum(
+        optimizer_moved_bytes(optimizer, shape, dtype) for (shape, _), dtype in zip(shapes, dtypes, strict=True)
+    )
+    update_ns = optimizer_time_ns(moved, len(shapes), len(shapes), False, profile)
+    taken = (microbatches - 1) * update_ns + microbatches * copy_time_ns(size, profile)
+    each = zip(shapes, dtypes, strict=True)
+    workspaces = [optimizer_workspace_bytes(optimizer, shape, dtype) for (shape, _), dtype in each]
+    room = most_workspace(workspaces, optimizer_of(optimizer).is_elementwise)
+    return CopiesMeeting(taken, {}, 0, 0, versions * size + room)
 
 
 # In fewer bits ----------------------------------------

@@ -31,6 +31,7 @@ from autopar.cost.tables import Table as Table
 from autopar.cost.tables import read_tables, write_table
 from autopar.errors import ProfileError
 from autopar.ir import reading
+from autopar.ir.servers import ServerHosts
 
 FORMAT = 2
 LEVELS = INSIDE, ACROSS = "intra_node", "inter_node"
@@ -315,6 +316,7 @@ class Profile:
     other_links: tuple[Link, ...] = ()  # of other networks
     residuals: tuple[Residual, ...] = ()  # (): predictions were not checked against measurements
     seen: SeenRuns = NOTHING_SEEN  # what runs have shown to take otherwise
+    servers: ServerHosts | None = None  # of the mesh that its device is in
     ranks_sharing: int = 1  # ranks on one host that this profile is already slowed down for
     _shared: dict[int, Profile] = field(default_factory=dict, repr=False)
 

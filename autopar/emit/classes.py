@@ -129,6 +129,8 @@ class ClassWriter:
             parts.append("reduce_each_microbatch=True")
         if any(step.parts > 1 for planned in self.planned[stored.tensor] for step in planned.steps):
             parts.append("by_levels=True")
+        if served := self._served(stored):
+            parts.append(f"by_servers={served!r}")
         if storage.on_host:
             parts.append("on_host=True")
         if not stored.requires_grad:
@@ -137,6 +139,12 @@ class ClassWriter:
         if stored.tensor in self.graph.starts:
             parts.append(f"value={constant_text(self.graph, stored)}")
         return f"rt.Parameter({', '.join(parts)}{compute})"
+
+    def _served(self, stored: Stored) -> tuple[str, ...]:
+        """The uses whose gradient is summed over servers."""
+        planned = (item for item in self.planned[stored.tensor] if any(step.is_served for step in item.steps))
+        over = {self.text(item.target) for item in planned}
+        return tuple(self.way(stored, use) for use in self.uses(stored) if use in over)
 
     def compute(self, name: str) -> str:
         """The dtype that the program computes with, as an argument where it is not the one that is kept."""

@@ -19,9 +19,10 @@ from autopar.emit.stages import Received, argument_lines, input_lines, link_line
 from autopar.emit.tree import build_tree
 from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import MICROBATCH
+from autopar.ir.mesh import MICROBATCH, ranks_within_node
 from autopar.ir.plan import Plan, Stage, StagePlan
 from autopar.ir.recompute import modules_again
+from autopar.ir.servers import split
 from autopar.ir.shares import axis_text
 from autopar.ir.stages import leaving_values, stage_graph
 from autopar.ir.statements import Flat, Value, flatten
@@ -185,6 +186,7 @@ def _declarations(what: _Written) -> list[str]:
         lines.append(f"{INDENT}JOINED = {joined!r}")
     if what.graph.ends is None:
         lines += link_lines(what.stage.plan)
+    lines += _server_lines(what.stage.plan)
     shares = {axis.name: axis.shares for axis in what.stage.axes if axis.shares}
     lines += [f"{INDENT}SHARES = {shares!r}"] if shares else []
     if (algorithm := what.stage.plan.algorithm) is not None:
@@ -196,6 +198,21 @@ def _declarations(what: _Written) -> list[str]:
         lines.append(f"{INDENT}TRAINING = False")
     given = [name for name in what.graph.inputs if name not in what.graph.received]
     return [*lines, *input_lines(what.graph, what.stage.plan, given, what.writer)]
+
+
+def _server_lines(plan: Plan) -> list[str]:
+    """How many servers sum gradients, and how many parts of one a worker sums, and a server, by axis."""
+    servers = plan.mesh.servers
+    if servers is None or not plan.uses_servers:
+        return []
+    axes = plan.stages[0].axes
+    places = {step.axis for item in plan.stages[0].redistributes for step in item.steps if step.is_served}
+    per_node, nodes = plan.mesh.devices_per_node, plan.mesh.nodes
+    parts = tuple(
+        (axis.name, split(servers, axis.size, ranks_within_node(axis, per_node), nodes))
+        for axis in (axes[place] for place in sorted(places))
+    )
+    return [f"{INDENT}SERVERS = rt.Servers({servers.count}, {parts!r})"]
 
 
 def _methods(what: _Written) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.ir.algorithm import PIPEDREAM
 from autopar.ir.offload import uses_host
 from autopar.ir.plan import COMPILED, Plan
 
@@ -23,7 +24,21 @@ _BATCHES = """def batches():
 _ON_HOST = "next(iter(rank.parameters())).is_cuda", 'rank.device.type == "cuda"'
 """Which parameter a rank has first says nothing of the device where some are on the host."""
 
+_WITHIN_STEPS = (
+    (
+        "    schedule = torch.optim",
+        "    rank.update_with(optimizer)  # within steps, after each microbatch\n    schedule = torch.optim",
+    ),
+    ("norm = rank.clip_grad_norm_(options.clip)", "norm = torch.zeros(())  # gradients are gone, and were not clipped"),
+)
+"""Of pipedream: the script's lines, and what is there instead."""
+
 _COMPILES = "    rank.compile()  # as the plan says\n"
+
+_SERVES = """    if rt.is_server(program.Program):
+        rt.serve(program.Program, timeout_s=300)  # until the workers end
+        return
+"""
 
 _INITIALISE = """@torch.no_grad()
 def initialise(rank: rt.Rank, weights: Path | None = None) -> str:
@@ -233,7 +248,7 @@ def told(figures: dict) -> str:
 
 def main(options: argparse.Namespace) -> None:
     rt.keep_freed_memory()  # of tensors on the CPU, for the next step
-    elastic = join(options) if options.elastic else None
+{serves}    elastic = join(options) if options.elastic else None
     if elastic is not None and elastic.is_spare:
         elastic.serve()
         return
@@ -379,8 +394,12 @@ def script(plan: Plan, figures: StepFigures) -> str:
     """The text of the script for a plan."""
     text = _TRAIN if plan.mode == "train" else _EVALUATE
     text = text.format(
-        world=plan.mesh.num_devices, batches=_BATCHES, text=_TEXT.format(), initialise=_INITIALISE, dtype=figures.dtype,
+        world=plan.num_processes, serves=_SERVES if plan.uses_servers else "", batches=_BATCHES, text=_TEXT.format(),
+        initialise=_INITIALISE, dtype=figures.dtype,
         predicted_s=f"{plan.predicted.step_time_ns / 1e9:.6g}", step_flops=f"{figures.step_flops:.4g}",
         peak_flops=f"{figures.peak_flops:.4g}", compiles=_COMPILES if plan.runs == COMPILED else "",
     )  # fmt: skip
+    if plan.algorithm is not None and plan.algorithm.name == PIPEDREAM:
+        for old, new in _WITHIN_STEPS:
+            text = text.replace(old, new)
     return text.replace(*_ON_HOST) if uses_host(plan) else text

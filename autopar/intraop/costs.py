@@ -17,13 +17,14 @@ from autopar.cost.compute import gathered_ns, pointwise_time_ns
 from autopar.cost.inside import inner_time_ns
 from autopar.cost.memory import kept_values, optimizer_moved_bytes, optimizer_state_bytes, storage_root
 from autopar.cost.routes import UNREACHABLE, Routes, routes
+from autopar.cost.servers import SERVED
 from autopar.intraop.recomputed import RecomputedShares
 from autopar.intraop.strategies import Strategies, Strategy
 from autopar.ir.graph import Graph, Node, Tensor
-from autopar.ir.mesh import LogicalMesh, unnamed_text
+from autopar.ir.mesh import MICROBATCH, LogicalMesh, unnamed_text
 from autopar.ir.placement import Axis, I, Placement, R, local_shape
 from autopar.ir.plan import Storage
-from autopar.ir.redistribution import Step, by_levels
+from autopar.ir.redistribution import Step, by_levels, over_servers
 from autopar.ir.structure import folded_tensors
 from autopar.ops import call_key
 from autopar.ops.communication import gathered_rows, inner_communication, worked_shapes
@@ -224,6 +225,9 @@ class ProfiledCosts:
         gradients of the microbatches, and casting master weights and gradients."""
         sources = [storage.placement for storage in storages]
         forward, backward = self._routes(tensor).times(sources, targets)
+        if self._may_be_served(tensor):
+            saved = [[self._saved_by_servers(tensor, source, target) for target in targets] for source in sources]
+            backward = backward - np.minimum(np.array(saved), backward)
         gathers = np.array([self._num_gathers(storage) for storage in storages])[:, None]
         reductions = np.array([self._num_reductions(storage) for storage in storages])[:, None]
         total = forward * gathers + backward * reductions + self._added_up_ns(tensor, storages, targets)
@@ -290,7 +294,33 @@ class ProfiledCosts:
         route = self._routes(tensor).route(source, target)
         if route is None:
             return None
-        return self._by_levels(tensor, source, target, route) or route.steps
+        if levels := self._by_levels(tensor, source, target, route):
+            return levels
+        return over_servers(route.steps, self.axes) if self._saved_by_servers(tensor, source, target) else route.steps
+
+    def _saved_by_servers(self, tensor: Tensor, source: Placement, target: Placement) -> int:
+        """Nanoseconds that a parameter's gradient takes less where it is summed over the mesh's servers when it begins
+        its way home; 0 where it is not, or that takes more."""
+        route = self._routes(tensor).route(source, target) if self._may_be_served(tensor) else None
+        served = over_servers(route.steps, self.axes) if route is not None else None
+        if served is None:
+            return 0
+        axis = self.axes[next(step.axis for step in served if step.is_served)]
+        own_bytes = math.prod(self._local(tensor.shape, target)) * self.graph.itemsizes(tensor.name)[1]
+        num_bytes = max(own_bytes, LONE_BYTES)  # small ones travel together
+        by_servers, plain = (
+            collective_time_ns(kind, num_bytes, axis, self.devices_per_node, self.profile)
+            for kind in (SERVED, "all_reduce")
+        )
+        return math.ceil(max(0, plain - by_servers) * own_bytes / num_bytes)
+
+    def _may_be_served(self, tensor: Tensor) -> bool:
+        """Whether it is a parameter that is trained by all devices of a mesh with servers, each as much."""
+        hosts, stored = self.profile.servers, self.graph.stored_by_tensor.get(tensor.name)
+        if hosts is None or stored is None or stored.kind != "parameter" or not (tensor.differentiable and self.train):
+            return False
+        sizes = [axis.size for axis in self.axes if axis.name != MICROBATCH]
+        return math.prod(sizes) == hosts.devices and not any(axis.shares for axis in self.axes)
 
     def _by_levels(self, tensor: Tensor, source: Placement, target: Placement, route: Route) -> tuple[Step, ...] | None:
         """The steps of a parameter whose gradient is summed by levels at the begin of its way home, where that is

@@ -9,11 +9,12 @@ copies of data parallelism. Under an algorithm, the gradients of an axis of copi
     int8                     gradients are summed in 8 bits, and what that leaves out is added in the next step
     topk(0.01)               so are the largest hundredth of the values, and where they are
     powersgd(4)              so are matrices, in rank 4
+    pipedream                there are no copies: stages update their weights after each microbatch (`ops.pipedream`)
 
-The last three keep the copies equal (`runtime.compressing`). For the others, a copy's own gradient is of its own part
-of the batch, scaled so that the mean over copies of equal parameters is the gradient of the whole batch. None computes
-what one device does: they are taken by name, and no search chooses one, but for int8 where `allow=("compression",)`
-says so.
+Those that send fewer bits keep the copies equal (`runtime.compressing`). For local SGD and Adasum, a copy's own
+gradient is of its own part of the batch, scaled so that the mean over copies of equal parameters is the gradient of the
+whole batch. None computes what one device does: they are taken by name, and no search chooses one, but for int8 where
+`allow=("compression",)` says so.
 
 Sources: McMahan et al. 2017 (arXiv:1602.05629) and Stich 2019 (arXiv:1805.09767) for local SGD, Lin et al. 2020
 (arXiv:1808.07217) for post-local SGD, Maleki et al. 2021 (arXiv:2006.02924) for Adasum.
@@ -27,11 +28,12 @@ from dataclasses import dataclass
 from autopar.errors import PlanError
 
 LOCAL_SGD, ADASUM, INT8, TOPK, POWERSGD = "local_sgd", "adasum", "int8", "topk", "powersgd"
+PIPEDREAM = "pipedream"
 COMPRESSED = (INT8, TOPK, POWERSGD)
 """Those that send gradients in fewer bits."""
 FORMS = (
     'local_sgd(PERIOD), such as "local_sgd(8)" or "local_sgd(8, after=100)", "adasum", "int8", topk(SHARE), such as '
-    '"topk(0.01)", or powersgd(RANK), such as "powersgd(4)"'
+    '"topk(0.01)", powersgd(RANK), such as "powersgd(4)", or "pipedream"'
 )
 INT8_ERROR = 0.009
 """Of the norm of a sum: two roundings to 127 levels of a block's largest value, which is 2.83 standard deviations of
@@ -45,9 +47,9 @@ _WITH_COPIES = re.compile(r"(?:,\s*|\(\s*)copies\s*=\s*(\d{1,7})\s*\)")
 
 @dataclass(frozen=True)
 class Algorithm:
-    """name: LOCAL_SGD or ADASUM; axis: the mesh axis of copies, by name, of each stage; period: updates between two
-    means of the parameters; after: how many updates are made of summed gradients first. Of COMPRESSED, amount: the
-    share of values, or the rank."""
+    """name: of the list above, without numbers; axis: the mesh axis of copies, by name, of each stage; period: updates
+    between two means of the parameters; after: how many updates are made of summed gradients first. Of COMPRESSED,
+    amount: the share of values, or the rank."""
 
     name: str
     axis: str
@@ -61,7 +63,7 @@ class Algorithm:
         return self.name in COMPRESSED
 
     def __str__(self) -> str:
-        if self.name in (ADASUM, INT8):
+        if self.name in (ADASUM, INT8, PIPEDREAM):
             return self.name
         if self.is_compressed:
             return f"{self.name}({self.amount:.9g})"
@@ -79,7 +81,7 @@ def split_copies(text: object) -> tuple[object, int | None]:
 def parse_algorithm(text: object, axis: str) -> Algorithm:
     """An algorithm as a user writes it. Raises PlanError for another text."""
     found = _LOCAL.fullmatch(text.strip()) if isinstance(text, str) else None
-    if isinstance(text, str) and text.strip() in (ADASUM, INT8):
+    if isinstance(text, str) and text.strip() in (ADASUM, INT8, PIPEDREAM):
         return Algorithm(text.strip(), axis)
     for name, pattern in ((TOPK, _SHARE), (POWERSGD, _RANK)):
         amount = pattern.fullmatch(text.strip()) if isinstance(text, str) else None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import MeshError
 from autopar.ir.naming import is_axis_name, is_profile_name
 from autopar.ir.placement import Axis
+from autopar.ir.servers import Servers, checked_servers, parse_servers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,18 +44,24 @@ class Mesh:
     """The devices that a program is planned for.
 
     `Mesh("h100", nodes=8, devices_per_node=8)`, or for unequal devices a list of
-    `(profile, nodes, devices_per_node)`. Raises MeshError for sizes below 1.
+    `(profile, nodes, devices_per_node)`. servers: spare hosts without devices that may sum gradients (`Servers`, or
+    their number); their ranks come after those of the devices. Raises MeshError for sizes below 1.
     """
 
     groups: tuple[DeviceGroup, ...]
+    servers: Servers | None = None
 
-    def __init__(self, profile: str | list[tuple[str, int, int]], nodes: int = 1, devices_per_node: int = 1) -> None:
+    def __init__(
+        self, profile: str | list[tuple[str, int, int]], nodes: int = 1, devices_per_node: int = 1,
+        servers: Servers | int | None = None,
+    ) -> None:  # fmt: skip
         if not isinstance(profile, (str, list, tuple)):
             raise MeshError(f"expected a cost profile's name or groups of devices, found {profile!r}")
         groups = tuple(map(_group, [(profile, nodes, devices_per_node)] if isinstance(profile, str) else profile))
         if not 1 <= sum(group.num_devices for group in groups) <= MAX_DEVICES:
             raise MeshError(f"expected 1 to {MAX_DEVICES:,} devices in groups of equal ones, found {list(groups)}")
         object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "servers", checked_servers(servers))
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh, devices_per_node: int | None = None) -> Mesh:
@@ -69,8 +76,12 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Reads "h100:8x8" (nodes x devices a node), "cpu:4", or several joined by "+"."""
-        return cls([_parse_group(part) for part in text.split("+")])
+        """Reads "h100:8x8" (nodes x devices a node), "cpu:4", or several joined by "+"; at the end "+servers:2", spare
+        hosts, or "+servers:2@0.5", of half a node's link each."""
+        *parts, last = text.split("+")
+        if not last.startswith("servers:") or not parts:
+            return cls([_parse_group(part) for part in (*parts, last)])
+        return cls([_parse_group(part) for part in parts], servers=parse_servers(last.removeprefix("servers:")))
 
     @property
     def is_homogeneous(self) -> bool:
@@ -136,7 +147,8 @@ class Mesh:
         return Mesh(group.profile, len(ranks) // filled, filled)
 
     def __str__(self) -> str:
-        return "+".join(f"{g.profile}:{g.nodes}x{g.devices_per_node}" for g in self.groups)
+        devices = "+".join(f"{g.profile}:{g.nodes}x{g.devices_per_node}" for g in self.groups)
+        return devices if self.servers is None else f"{devices}+{self.servers}"
 
     def to_json(self) -> list[list[Any]]:
         return [[g.profile, g.nodes, g.devices_per_node] for g in self.groups]

@@ -408,6 +408,17 @@ class Plan:
         """The plan of one stage with other placements, or whatever else of its stage is given."""
         return replace(self, stages=(replace(self.stage, **changes),))
 
+    @property
+    def uses_servers(self) -> bool:
+        """Whether gradients are summed over the mesh's servers."""
+        return any(step.is_served for stage in self.stages for item in stage.redistributes for step in item.steps)
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes run the program: one a device, and one a server that sums gradients."""
+        servers = self.mesh.servers if self.uses_servers else None
+        return self.mesh.num_devices + (servers.count if servers is not None else 0)
+
     @cached_property
     def parts(self) -> tuple[StagePlan, ...]:
         """Each stage, with what the plan says of the step: a copy of it, as a cycle would outlive the search."""

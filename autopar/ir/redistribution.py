@@ -28,6 +28,7 @@ ALL_REDUCE = RowCollective("all_reduce")
 ALL_GATHER = RowCollective("all_gather")
 REDUCE_SCATTER = RowCollective("reduce_scatter")
 ALL_TO_ALL = RowCollective("all_to_all")
+SERVED = RowCollective("servers")  # in the place of an all-reduce
 
 #: (kind before, kind after) -> (forward, backward)
 TABLE: dict[tuple[str, str], tuple[RowCollective, RowCollective]] = {
@@ -51,16 +52,21 @@ class Step(NamedTuple):
 
     parts: above 1, of the last steps of a parameter, all I → R: the sum of its gradient over their axes goes by levels
     (`gradient_collectives`), for which its elements are padded to that many equal parts.
+    is_served: of the last step of a parameter, if that is I → R: the sum of its gradient goes over the mesh's servers
+    (`ir.servers`).
     """
 
     axis: int
     before: Type
     after: Type
     parts: int = 1
+    is_served: bool = False
 
     @property
     def transfers(self) -> tuple[RowCollective, RowCollective]:
-        return TABLE[self.before.kind, self.after.kind]
+        """What the step sends, forward and backward."""
+        forward, backward = TABLE[self.before.kind, self.after.kind]
+        return forward, SERVED if self.is_served else backward
 
 
 def is_legal(step: Step, placement: Placement) -> bool:
@@ -181,6 +187,19 @@ def _candidates(placement: Placement, source: Placement, target: Placement) -> l
             if is_legal(step, placement) and not (after == P and target[axis] != P):
                 steps.append(step)
     return sorted(steps)
+
+
+# Sums over servers ----------------------------------------
+
+
+def over_servers(steps: Sequence[Step], axes: tuple[Axis, ...]) -> tuple[Step, ...] | None:
+    """A parameter's steps with the sum of its gradient over servers; None where it is not summed over one axis alone
+    when it begins its way home."""
+    run = _last_sums(steps)
+    if [axes[step.axis].size > 1 for step in run].count(True) != 1:
+        return None
+    marked = (step._replace(is_served=axes[step.axis].size > 1) for step in run)
+    return (*steps[: len(steps) - len(run)], *marked)
 
 
 # Sums by levels ----------------------------------------

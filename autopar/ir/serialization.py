@@ -38,6 +38,7 @@ from autopar.ir.plan import (
 from autopar.ir.redistribution import Step
 from autopar.ir.routing import Routing
 from autopar.ir.schedule import SCHEDULES
+from autopar.ir.servers import Servers
 from autopar.ir.tried import Tried
 
 VERSION = 3
@@ -64,6 +65,7 @@ def to_json(plan: Plan) -> str:
     data |= {} if plan.routing is None else {"routing": plan.routing.to_json()}
     data |= {} if plan.algorithm is None else {"algorithm": algorithm_to_json(plan.algorithm)}
     data["mesh"] = plan.mesh.to_json()
+    data |= {} if plan.mesh.servers is None else {"servers": plan.mesh.servers.to_json()}
     data["microbatch_inputs"] = list(plan.microbatch_inputs)
     data["recompute"] = list(plan.recompute)
     data |= {"copied_out": list(plan.copied_out)} if plan.copied_out else {}
@@ -116,8 +118,9 @@ def _stage_to_json(stage: Stage) -> dict[str, Any]:
 
 
 def _step_to_json(step: Step) -> list[Any]:
-    """[axis, before, after], and the parts of a sum by levels."""
-    return [step.axis, str(step.before), str(step.after), *([step.parts] if step.parts > 1 else [])]
+    """[axis, before, after], and the parts of a sum by levels, or "servers"."""
+    told = [step.parts] if step.parts > 1 else ["servers"] if step.is_served else []
+    return [step.axis, str(step.before), str(step.after), *told]
 
 
 def _axis_to_json(axis: Axis) -> list[Any]:
@@ -161,7 +164,10 @@ def _plan(data: dict[str, Any]) -> Plan:
         host_link=SimulatedLink(*data["host_link"]) if "host_link" in data else None,
         routing=Routing.from_json(data["routing"]) if "routing" in data else None,
         algorithm=algorithm_of_json(data["algorithm"]) if "algorithm" in data else None,
-        mesh=Mesh([(name, nodes, devices) for name, nodes, devices in data["mesh"]]),
+        mesh=Mesh(
+            [(name, nodes, devices) for name, nodes, devices in data["mesh"]],
+            servers=Servers(**data["servers"]) if "servers" in data else None,
+        ),
         stages=tuple(map(_stage, data["stages"])),
         microbatch_inputs=tuple(data["microbatch_inputs"]),
         recompute=tuple(data["recompute"]),
@@ -198,7 +204,8 @@ def _stage(data: dict[str, Any]) -> Stage:
 
 
 def _step(row: list[Any]) -> Step:
-    return Step(row[0], parse_type(row[1]), parse_type(row[2]), *row[3:])
+    told = {"is_served": True} if row[3:] == ["servers"] else dict(zip(("parts",), row[3:], strict=False))
+    return Step(row[0], parse_type(row[1]), parse_type(row[2]), **told)
 
 
 def _choice(row: list[Any]) -> Choice:

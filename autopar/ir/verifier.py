@@ -39,7 +39,7 @@ from autopar.ir.recompute import (
     refusal_again,
     tensors_again,
 )
-from autopar.ir.redistribution import apply, by_levels, is_legal
+from autopar.ir.redistribution import apply, by_levels, is_legal, over_servers
 from autopar.ir.shares import check_axes_with_shares, check_shares
 from autopar.ir.stages import check_stages, stage_graph
 from autopar.ir.structure import block_paths
@@ -57,6 +57,7 @@ def verify(graph: Graph, plan: Plan, admits: Admits) -> None:
     _check_recompute(graph, plan)
     check_copied_out(graph, plan)
     check_axes_with_shares(plan)
+    _check_servers(plan)
     if len(plan.stages) > 1:
         check_stages(graph, plan)
     for index, stage in enumerate(plan.parts):
@@ -283,6 +284,7 @@ def _check_steps(graph: Graph, stage: Stage, placements: dict[str, Placement], r
             dims = len(graph.tensors[name].shape)
             raise PlacementError(f"{where}: expected dims of a tensor that has {dims}, found {_text(placement)}")
     _check_levels(graph, stage, redistribute, where)
+    _check_served(graph, stage, redistribute, where)
     if placement != redistribute.target:
         raise PlacementError(f"{where}: expected its steps to end there, found {_text(placement)}")
 
@@ -312,6 +314,41 @@ def _check_levels(graph: Graph, stage: Stage, redistribute: Redistribute, where:
         raise PlacementError(
             f"{where}: expected a sum by levels over two axes at least, in as many parts as ranks of all its axes but "
             f"that of its first step, found {found}"
+        )
+
+
+def _check_servers(plan: Plan) -> None:
+    """That there are servers where something is summed over them, and that all ranks of the mesh run one stage."""
+    if not plan.uses_servers:
+        return
+    if plan.mesh.servers is None:
+        raise PlanError(
+            f"expected a mesh with servers for gradients that are summed over them, found {plan.mesh}; give servers=, "
+            "or plan again"
+        )
+    if len(plan.stages) > 1 or plan.algorithm is not None:
+        found = f"{len(plan.stages)} stages" if plan.algorithm is None else str(plan.algorithm)
+        raise PlanError(
+            f"expected one stage, whose gradients are summed as they are, with sums over servers, found {found}; plan "
+            "on a mesh without servers"
+        )
+
+
+def _check_served(graph: Graph, stage: Stage, redistribute: Redistribute, where: str) -> None:
+    """That what is summed over servers is a parameter's gradient, over one axis, when it begins its way home."""
+    if not any(step.is_served for step in redistribute.steps):
+        return
+    plain = tuple(step._replace(is_served=False) for step in redistribute.steps)
+    stored = graph.stored_by_tensor.get(redistribute.tensor)
+    is_trained = stored is not None and stored.kind == "parameter" and stored.requires_grad
+    if not is_trained or any(axis.shares for axis in stage.axes) or stage.storage[redistribute.tensor].on_host:
+        raise PlacementError(
+            f"{where}: expected a sum over servers of the gradient of a parameter that is trained, on its device, over "
+            "equal ranks, found none"
+        )
+    if redistribute.steps != over_servers(plain, stage.axes):
+        raise PlacementError(
+            f"{where}: expected a sum over servers in the last step that sends, over one axis alone, found others"
         )
 
 

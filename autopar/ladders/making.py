@@ -110,6 +110,8 @@ def sorted_meshes(meshes: Iterable[Mesh | str]) -> list[Mesh]:
     found = list(dict.fromkeys(checked(Mesh.parse(one) if isinstance(one, str) else one) for one in meshes))
     if not found:
         raise PlanError("expected at least one mesh, such as h100:8x8, found none")
+    if served := next((mesh for mesh in found if mesh.servers is not None), None):
+        raise MeshError(f"expected meshes without servers, which rungs do not plan for, found {served}; leave them out")
     by_kind: dict[Any, list[Mesh]] = {}
     for mesh in sorted(found, key=lambda mesh: mesh.num_devices):
         by_kind.setdefault(tuple((g.profile, g.devices_per_node) for g in mesh.groups), []).append(mesh)

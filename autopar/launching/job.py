@@ -46,6 +46,11 @@ def read_job(folder: Path, name: str | None = None, arguments: Sequence[str] = (
     counts = {group.devices_per_node for group in plan.mesh.groups}
     if len(counts) > 1:
         raise MeshError(f"expected nodes of equally many devices, found {plan.mesh}; start torchrun on each by hand")
+    if plan.uses_servers:
+        raise MeshError(
+            f"expected nodes of equally many ranks, found servers beside the devices of {plan.mesh}; start torchrun on "
+            f"each by hand, with the servers' hosts last, for {plan.num_processes} ranks in all"
+        )
     name = name or _name_of(folder)
     if not _NAME.fullmatch(name):
         raise PlanError(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.errors import PlanError
-from autopar.ir.algorithm import ADASUM, Algorithm
+from autopar.ir.algorithm import ADASUM, PIPEDREAM, Algorithm
 from autopar.ir.graph import Graph, Node
 from autopar.ir.offload import stored_on_host
 from autopar.ir.placement import I, P, R
@@ -21,6 +21,7 @@ from autopar.ir.stages import stage_graph
 from autopar.ir.structure import tensors_of_inputs
 from autopar.ops.communication import inner_communication
 from autopar.ops.lookup import axis_rules
+from autopar.ops.pipedream import check_pipedream
 
 _REMEDY = "leave the algorithm out, or plan copies that meet nowhere else: dp without sharding over it"
 
@@ -45,6 +46,9 @@ def check_copies(graph: Graph, plan: Plan) -> None:
     """
     algorithm = plan.algorithm
     if algorithm is None:
+        return
+    if algorithm.name == PIPEDREAM:
+        check_pipedream(graph, plan)
         return
     size = num_copies(plan)
     if plan.mode != "train":
@@ -127,6 +131,8 @@ def _is_summed_later(graph: Graph, item: Redistribute, readers: list[Node]) -> b
 def in_copies(graph: Graph, plan: Plan, algorithm: Algorithm) -> Plan:
     """The plan under an algorithm: each copy uses the parameters as they are, where the sum of their gradients may have
     taken two steps, by slices."""
+    if algorithm.name == PIPEDREAM:
+        return replace(plan, algorithm=algorithm)
     trained, stages = _trained(graph), []
     for stage in plan.stages:
         names = [item.name for item in stage.axes]
@@ -152,6 +158,8 @@ def without_sums(plan: Plan) -> Plan:
     """The plan as its steps run under its algorithm: gradients are not summed over copies. What it is simulated as."""
     if plan.algorithm is None:
         return plan
+    if plan.algorithm.name == PIPEDREAM:
+        return replace(plan, algorithm=None)
     return replace(plan, algorithm=None, stages=tuple(_apart(stage, plan.algorithm.axis) for stage in plan.stages))
 
 

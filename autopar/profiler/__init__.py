@@ -9,5 +9,6 @@ from autopar.profiler.host import MEASURE_GPU as MEASURE_GPU
 from autopar.profiler.host import measure_profile as measure_profile
 from autopar.profiler.library import load_profile as load_profile
 from autopar.profiler.library import profile_names as profile_names
+from autopar.profiler.library import profile_of as profile_of
 from autopar.profiler.library import profiles_of as profiles_of
 from autopar.profiler.library import template_profile as template_profile

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from autopar.cost.files import SCHEMA, profiles_folder
 from autopar.cost.profile import Profile, profile_from_json, read_profile
-from autopar.errors import ProfileError
+from autopar.errors import MeshError, ProfileError
 from autopar.ir.mesh import Mesh
+from autopar.ir.servers import ServerHosts
 from autopar.profiler.host import host_profile
 
 
@@ -40,8 +42,31 @@ def load_profile(name: str) -> Profile:
 
 
 def profiles_of(mesh: Mesh) -> dict[str, Profile]:
-    """The profile of each kind of device of a mesh, by the name that the mesh has for it. Raises ProfileError."""
-    return {group.profile: load_profile(group.profile) for group in mesh.groups}
+    """The profile of each kind of device of a mesh, by the name that the mesh has for it, with the mesh's servers.
+
+    Raises ProfileError, and MeshError for servers of devices that these do not sum for.
+    """
+    found = {group.profile: load_profile(group.profile) for group in mesh.groups}
+    if mesh.servers is None:
+        return found
+    other = next((profile for profile in found.values() if profile.device_type != "cpu"), None)
+    if other is not None or len(found) > 1:
+        raise MeshError(
+            f"expected servers beside CPU ranks of one kind, whose gradients they can read, found {mesh}; leave the "
+            "servers out"
+        )
+    hosts = ServerHosts(mesh.servers, mesh.nodes, mesh.num_devices)
+    return {name: _with_servers(name, hosts) for name in found}
+
+
+def profile_of(mesh: Mesh) -> Profile:
+    """The profile of the devices of a mesh, where they are of one kind. Raises MeshError, ProfileError."""
+    return profiles_of(mesh)[mesh.profile]
+
+
+@cache
+def _with_servers(name: str, hosts: ServerHosts) -> Profile:
+    return replace(load_profile(name), servers=hosts, _shared={})
 
 
 @cache

@@ -12,9 +12,11 @@ from autopar.runtime import agreement
 from autopar.runtime.copies import apart_of
 from autopar.runtime.declare import Pipeline, Program
 from autopar.runtime.ending import await_gloo_at_exit
+from autopar.runtime.errors import WorldError
 from autopar.runtime.host_link import HostLink
 from autopar.runtime.mesh import TIMEOUT_S, make_rank_mesh, start_process_group
 from autopar.runtime.rank import Rank
+from autopar.runtime.servers import start_workers, summing_groups
 
 
 def build(
@@ -34,6 +36,10 @@ def build(
     await_gloo_at_exit()
     device = torch.device(device) if device is not None else None
     count = _num_ranks(program)
+    has_servers = not issubclass(program, Pipeline) and program.SERVERS is not None
+    if has_servers:
+        assert issubclass(program, Program), "pipelines have none"
+        start_workers(program, "gloo", timeout_s)
     if count > 1:
         start_process_group(device, timeout_s)
         agreement.check_program(program, count)
@@ -43,7 +49,12 @@ def build(
         return PipelineRank(program, device_mesh, device, timeout_s)
     mesh = make_rank_mesh(program.AXES, device_mesh, device, timeout_s, program.JOINED)
     link = HostLink(mesh.device, program.HOST_LINK)
-    mesh = replace(mesh, shares=program.SHARES, apart=apart_of(program), link=link)
+    if has_servers and mesh.device.type != "cpu":
+        raise WorldError(
+            f"expected CPU ranks, whose gradients servers can read, found {mesh.device}; give device='cpu'"
+        )
+    servers = summing_groups(program, timeout_s) if has_servers else {}
+    mesh = replace(mesh, shares=program.SHARES, apart=apart_of(program), link=link, servers=servers)
     return rank_type(program(mesh), mesh)
 
 

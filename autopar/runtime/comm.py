@@ -7,6 +7,7 @@ Bytes of a collective (those of one rank's largest buffer):
     all_to_all      the local buffer
     exchange        the local buffer, of an all-to-all whose sizes are known when it runs
     broadcast       the buffer
+    servers         the buffer
     ring            what goes to the next rank of the axis
 Buffers include the padding that uneven dims need: ceil(size / n) × n elements along the dim that is cut. A
 tensor's bytes do not depend on which bucket it travels in.
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime.errors import CollectiveError
-from autopar.runtime.mesh import Axis, timeout_of
+from autopar.runtime.mesh import Axis, SumsElsewhere, timeout_of
 from autopar.runtime.ranges import collective
 
 Wait = Callable[[], None]
@@ -242,6 +243,18 @@ def start_all_reduce(buffer: Tensor, axis: Axis) -> Wait:
     """Starts an in-place sum over the axis; the buffer is whole once the returned function was called."""
     _count("all_reduce", axis, buffer)
     return _start("all_reduce", axis, buffer, lambda: dist.all_reduce(buffer, group=axis.group, async_op=True))
+
+
+def start_sum_over_servers(buffer: Tensor, axis: Axis, group: SumsElsewhere) -> Wait:
+    """Starts an in-place sum over the axis by servers; it is whole once the returned function was called."""
+    _count("servers", axis, buffer)
+    future, num_bytes = group.start(buffer), buffer.nbytes
+
+    def wait() -> None:
+        with explained("servers", axis, num_bytes):
+            future.result()
+
+    return wait
 
 
 def finish_late(axes: Iterable[Axis]) -> None:

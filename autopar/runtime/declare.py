@@ -33,6 +33,15 @@ class Algorithm:
 
 
 @dataclass(frozen=True, slots=True)
+class Servers:
+    """So many spare ranks that sum gradients (`servers`). parts: by axis over which they do, how many of equal parts of
+    a gradient each rank along it sums itself, and each server."""
+
+    count: int
+    parts: tuple[tuple[str, tuple[int, int]], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A slice of a parameter of the model, which has this shape: `length` elements along `dim` from `start` on.
 
@@ -62,6 +71,7 @@ class Parameter:
     gradients are cast back before they are added up, over microbatches and over ranks.
     `by_levels`: where a gradient is summed over several axes at the begin of its way, it is reduce-scattered along the
     inner ones, all-reduced along the last, and all-gathered along the inner ones again.
+    `by_servers`: those of the uses whose gradient is summed over servers at the begin of its way.
     `pieces`: the slices of the model's parameters that it is made of, one after the other along `packed_dim`, where it
     is none of the model's itself. State dicts have the model's names and shapes all the same.
     `value`: nested lists that a parameter of the loss starts from, where what is loaded is the model's alone.
@@ -78,6 +88,7 @@ class Parameter:
     requires_grad: bool = True
     compute: torch.dtype | None = None
     by_levels: bool = False
+    by_servers: tuple[str, ...] = ()
     pieces: tuple[Piece, ...] = ()
     packed_dim: int = 0
     value: Any = None
@@ -264,6 +275,7 @@ class Program(Block):
     OTHERS: ClassVar[tuple[type[Program], ...]] = ()  # the same for inputs of other shapes, of the same parameters
     FILLING: ClassVar[Mapping[str, float | None]] = {}  # by input, of rows that short batches are filled up with
     ALGORITHM: ClassVar[Algorithm | None] = None  # how copies of the parameters meet, where not by summed gradients
+    SERVERS: ClassVar[Servers | None] = None  # spare ranks that sum gradients
     HOST_LINK: ClassVar[LinkRates | None] = None  # a simulated one, of CPU ranks that keep something on the host
     RAN: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # of a traced program, by module: what its statements are
 

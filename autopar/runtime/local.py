@@ -42,6 +42,7 @@ class Local:
         self._targets: dict[tuple[Parameters, str], StoredParameter | state.StoredBuffer] = {}
         self._holders: dict[Parameters, None] = {}
         slots = self._materialise(others, tied)
+        self.uses = slots
         self.leaves = [slot.leaf for slot in slots]
         own = [*self.leaves, *(x for buffer in self.buffers.values() for x in (buffer.local, buffer.used))]
         self._own_memory = {x.untyped_storage()._cdata for x in own}

@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,13 @@ class Axis:
     shares: tuple[int, ...] = ()
 
 
+class SumsElsewhere(Protocol):
+    """What sums over an axis otherwise than its ranks among themselves (`servers`)."""
+
+    def start(self, flat: torch.Tensor) -> Future[None]:
+        """Sums a flat buffer over the axis, in place, after those that were started before."""
+
+
 @dataclass(slots=True, eq=False)
 class Progress:
     """Where a step is: the microbatch that runs, the count by which its mean loss is divided, and what else is known of
@@ -66,7 +75,8 @@ class RankMesh:
 
     shares: by axis, where ranks get different parts of a batch. Parameters are cut evenly, by `axes`. joint: axes of
     several that also talk as one, by their names. apart: the axis of copies of the parameters that meet otherwise than
-    by the sum of their gradients (`copies`); empty where there is none.
+    by the sum of their gradients (`copies`); empty where there is none. servers: by axis, what sums gradients over it
+    beside the ranks along it.
     """
 
     axes: tuple[Axis, ...]
@@ -78,6 +88,7 @@ class RankMesh:
     joint: Mapping[Names, Axis] = field(default_factory=dict)
     apart: str = ""
     link: HostLink | None = None
+    servers: Mapping[str, SumsElsewhere] = field(default_factory=dict)
 
     @cached_property
     def host_link(self) -> HostLink:

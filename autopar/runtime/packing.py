@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 LONE_BYTES = 1 << 20  # a tensor from this size on is worth a collective of its own
 BUCKET_BYTES = 25 << 20  # DDP's choice: large enough to reach the link's bandwidth, small enough to overlap
 FIRST_BUCKET_BYTES = 1 << 20  # the first to be complete is small, so that the link is busy early
+PIECE_BYTES = 1 << 18  # of a sum over servers: what is on its way back while the next is on its way there
 SAMPLED = 16  # values, of so many parameters, by which updates of copies are seen that nothing else tells of
 MAX_IN_FLIGHT = 3  # buckets that hold a gradient as it is made beside what is stored, of another size
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime import comm, randomness
 from autopar.runtime.arrivals import FORWARD, Turn
+from autopar.runtime.compiling import Compile
 from autopar.runtime.copies import apart_of
 from autopar.runtime.declare import Pipeline, Program
 from autopar.runtime.errors import ProgramError
@@ -23,6 +24,7 @@ from autopar.runtime.mesh import Axis, RankMesh, make_submeshes, own_group, worl
 from autopar.runtime.pipeline_state import Catalog, PipelineState, find_ties, make_catalog
 from autopar.runtime.rank import Microbatches, Rank
 from autopar.runtime.scheduled import ScheduledStage, check_reach, foresee, make_schedule
+from autopar.runtime.stashing import PIPEDREAM, Updates, WeightStash
 from autopar.runtime.transport import Channel, Transport, find_channels, group_names, num_ranks
 
 
@@ -50,8 +52,9 @@ class PipelineRank(Rank):
         self._take(list(parts.values()), state, _world_mesh(count, device, timeout_s), pipeline.TRAINING, not shared)
         transport = Transport(groups, pipeline.MICROBATCHES, device, timeout_s)
         stages = _scheduled(pipeline, parts, channels, transport)
+        updates = _updates(pipeline, parts, stages)
         self.__dict__.update(
-            _catalog=catalog, _world=world, _transport=transport, _stages=stages,
+            _updates=updates, _catalog=catalog, _world=world, _transport=transport, _stages=stages,
             _step=make_schedule(pipeline.SCHEDULE, stages, pipeline.MICROBATCHES),
         )  # fmt: skip
         own = list(parts.values())
@@ -59,6 +62,7 @@ class PipelineRank(Rank):
 
     _pipeline: type[Pipeline]
     _arguments: tuple[Any, ...]
+    _updates: Updates | None  # within a step, under PipeDream
     _catalog: Catalog
     _state: PipelineState
     _world: dist.ProcessGroup
@@ -88,7 +92,24 @@ class PipelineRank(Rank):
             check_unread(self._pipeline, values)
         return parts
 
+    def update_with(self, optimizer: Any) -> None:
+        """See `Rank.update_with`."""
+        if self._updates is None:
+            super().update_with(optimizer)
+        else:
+            self._updates.take(optimizer, [*self._state.parameters.values()])
+
+    def _compile(self, compiler: Compile) -> None:
+        if self._updates is not None:
+            raise ProgramError(
+                f"expected to compile a program that reads one version of its weights, found one under {PIPEDREAM}; "
+                "run it as it is"
+            )
+        super()._compile(compiler)
+
     def _train(self, microbatches: list[Microbatches]) -> list[Tensor]:
+        if self._updates is not None:
+            self._updates.check([*self._state.parameters.values()])
         self._transport.forget()
         for stage, parts in zip(self._stages, microbatches, strict=True):
             stage.begin_step(parts)
@@ -136,6 +157,20 @@ class PipelineRank(Rank):
             own = made[stage][position] if self._catalog.is_first_of(stage) else None
             whole.append(comm.broadcast_any(own, self._catalog.first_ranks[stage], self._world, self._mesh.device))
         return whole[0] if len(whole) == 1 else tuple(whole)
+
+
+def _updates(pipeline: type[Pipeline], parts: Mapping[int, Local], stages: Sequence[ScheduledStage]) -> Updates | None:
+    """Under PipeDream, what updates weights within a step; each stage keeps versions of them. Raises ProgramError for a
+    program of several shapes of inputs."""
+    algorithm = pipeline.STAGES[0].ALGORITHM
+    if algorithm is None or algorithm.name != PIPEDREAM:
+        return None
+    if pipeline.OTHERS:
+        raise ProgramError(f"expected inputs of one shape under {PIPEDREAM}, found several; plan without shapes=")
+    updates = Updates()
+    for part, stage in zip(parts.values(), stages, strict=True):
+        stage.stash = WeightStash(part.uses, updates, pipeline.MICROBATCHES)
+    return updates
 
 
 def _meshes(pipeline: type[Pipeline], device: torch.device, timeout_s: float) -> list[RankMesh | None]:

@@ -26,6 +26,7 @@ from autopar.runtime.inputs import by_name, join_outputs, shard_shape, split_nam
 from autopar.runtime.kept import Contents, Kept
 from autopar.runtime.local import Local
 from autopar.runtime.mesh import RankMesh
+from autopar.runtime.stashing import PIPEDREAM
 from autopar.runtime.stored import StoredParameter
 from autopar.runtime.weights import initial, loading, saving
 from autopar.runtime.weights.naming import Layout, Rename, as_function
@@ -72,7 +73,8 @@ class Rank(Kept):
                 module._non_persistent_buffers_set.add(last)
         nothing = nn.Parameter(torch.empty(0, device=mesh.device))
         algorithm = next((part.program.ALGORITHM for part in parts), None)
-        copies = ParameterCopies(algorithm, state) if algorithm is not None and training else None
+        has_copies = algorithm is not None and algorithm.name != PIPEDREAM and training
+        copies = ParameterCopies(algorithm, state) if algorithm is not None and has_copies else None
         self.__dict__.update(
             _contents=Contents(self), _nothing=nothing, _checked_steps=0, _parts_in_files={}, _copies=copies
         )
@@ -435,6 +437,14 @@ class Rank(Kept):
         """
         if self._copies is not None:
             self._copies.unite(floats_of(optimizer) if optimizer is not None else ())
+
+    def update_with(self, optimizer: Any) -> None:
+        """Under an algorithm that updates weights within a step, "pipedream": by this optimizer of all of
+        `rank.parameters()`, one of elements, such as AdamW. Raises ProgramError, also for a program without such."""
+        raise ProgramError(
+            f"expected a program that updates its weights within steps ({PIPEDREAM}), found one that leaves that to "
+            "optimizer.step()"
+        )
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
         """See `torch.nn.Module.state_dict`; copies of the parameters that differ take their mean (`unite_copies`)."""

@@ -38,7 +38,7 @@ class GradientBucket:
         self.each_microbatch = declared.regather or declared.reduce_each_microbatch
         self.dtype, self.is_cast = declared.dtype, slots[0].is_cast
         self.has_buffer = is_summed_first(slots[0])
-        self.levels = slots[0].levels
+        self.levels, self.is_served = slots[0].levels, slots[0].is_served
         self._parts = math.prod(axis.size for axis in self.levels[:-1])
         self._offsets = dict(zip(slots, accumulate(map(self._room, slots), initial=0), strict=False))
         self._gradients: dict[ParameterUse, Tensor] = {}
@@ -85,7 +85,7 @@ class GradientReduction:
 
     def __init__(self, bucket: GradientBucket, mesh: RankMesh) -> None:
         self.slots, self.tensors, self.buffer = bucket.hand_over()
-        self.mesh = mesh
+        self.mesh, self.is_served = mesh, bucket.is_served
         self.owned = False  # whether the tensors are ours to overwrite
         # where autograd's gradients lie: a step that the rank stops for may hand on what it was given
         self._made = {tensor.untyped_storage().data_ptr() for tensor in self.tensors}
@@ -174,7 +174,9 @@ class GradientReduction:
     def _start_sum(self, axis: Axis) -> Callable[[], list[Tensor]]:
         if self.buffer is None:
             return coalesce.all_reduce(self.tensors, axis, owned=self.owned)
-        wait, tensors = comm.start_all_reduce(self.buffer, axis), self.tensors
+        servers = self.mesh.servers[axis.name] if self.is_served else None
+        start = comm.start_all_reduce if servers is None else partial(comm.start_sum_over_servers, group=servers)
+        wait, tensors = start(self.buffer, axis), self.tensors
 
         def results() -> list[Tensor]:
             wait()
@@ -314,6 +316,7 @@ def _way_home(slot: ParameterUse, unit_of: Callable[[ParameterUse], object]) -> 
         declared.regather or declared.reduce_each_microbatch,
         unit,
         bool(slot.levels),
+        slot.is_served,
     )
 
 

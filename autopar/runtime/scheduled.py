@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from autopar.runtime.errors import ProgramError
 from autopar.runtime.local import Local
 from autopar.runtime.ranges import RECEIVE, part
 from autopar.runtime.splitting import BackwardOutline, Root, SplitBackward
+from autopar.runtime.stashing import WeightStash
 from autopar.runtime.transport import Channel, Transport
 
 
@@ -59,12 +61,15 @@ class ScheduledStage:
         self.stage_index_to_group_rank: dict[int, int] = {}
         self.args_recv_info: dict[int, tuple[()]] = {0: ()}
         self.act_send_info: dict[int, list[int]] = {}
+        self.stash: WeightStash | None = None  # under PipeDream
         self._outlines: list[BackwardOutline] = []
         self.clear_runtime_states()
 
     def begin_step(self, inputs: Sequence[tuple[Tensor, ...]]) -> None:
         """The local inputs of every microbatch of the step."""
         self._inputs = inputs
+        if self.stash is not None:
+            self.stash.begin_step()
         self.losses: list[Tensor] = []
 
     def clear_runtime_states(self) -> None:
@@ -102,7 +107,8 @@ class ScheduledStage:
 
     def _forward_to_train(self, index: int) -> tuple[Tensor, list[Tensor]]:
         """The pass, with what its backward pass begins and ends at kept. Returns its loss, and what is to be sent."""
-        results, sent, received = self.run_forward(index)
+        with self.stash.forward(index) if self.stash is not None else nullcontext():
+            results, sent, received = self.run_forward(index)
         losses = [] if self._loss_position is None else [results[self._loss_position]]
         if any(loss.dim() != 0 for loss in losses):
             raise ProgramError(f"expected a scalar loss, found shape {tuple(losses[0].shape)}")
@@ -150,7 +156,11 @@ class ScheduledStage:
 
         full_backward: False makes the gradients of what was received alone; `backward_weight_one_chunk` makes the rest.
         """
-        self._send_backward(index, self._make_gradients(index, full_backward))
+        with self.stash.backward(index) if self.stash is not None else nullcontext():
+            gradients = self._make_gradients(index, full_backward)
+        self._send_backward(index, gradients)
+        if self.stash is not None:
+            self.stash.update(index)
 
     def _make_gradients(self, index: int, full_backward: bool) -> list[Tensor]:
         """Returns the gradients of what was received; those that came are given back."""

@@ -87,6 +87,11 @@ class StoredParameter:
             for found in hooks:
                 found.clear()
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether anybody wants to see its gradients."""
+        return self._set_aside is not None or any(_hooks(self.tensor))
+
     def _restore(self) -> None:
         if self._set_aside is not None:
             (self.tensor.grad, held), self._set_aside = self._set_aside, None
@@ -182,7 +187,7 @@ class ParameterUse:
     """One use of a parameter: the leaf, and the steps that lead from the stored shard to it."""
 
     def __init__(self, parameter: StoredParameter, use: str, holder: Parameters, attribute: str) -> None:
-        self.parameter, self.holder, self.attribute = parameter, holder, attribute
+        self.parameter, self.holder, self.attribute, self.use = parameter, holder, attribute, use
         declared, axes = parameter.declared, parameter.mesh.axes
         *_, self.types = parse_way(use, len(axes))
         way = conversion_way(parameter.types, use)
@@ -214,6 +219,11 @@ class ParameterUse:
     def moves(self) -> bool:
         """Whether the way from the stored shard takes more than another name for it."""
         return not all(sized.is_free for sized in self.steps)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the gradient is summed over servers, over the one axis that its way home begins with."""
+        return self.use in self.parameter.declared.by_servers
 
     @property
     def levels(self) -> list[Axis]:

@@ -21,6 +21,7 @@ from autopar.runtime.declare import (
     Pipeline,
     Program,
     Received,
+    Servers,
     Stage,
     renamed,
 )
@@ -51,6 +52,7 @@ from autopar.runtime.randomness import draw, reference_dropout, seed_dropout, se
 from autopar.runtime.rank import Rank
 from autopar.runtime.recomputing import recomputed
 from autopar.runtime.redistributing import redistribute
+from autopar.runtime.servers import is_server, serve
 from autopar.runtime.tracing import ran
 from autopar.runtime.watch import Watch
 
@@ -76,6 +78,7 @@ __all__ = [
     "Rank",
     "RankMesh",
     "Received",
+    "Servers",
     "Stage",
     "Watch",
     "WorldError",
@@ -91,6 +94,7 @@ __all__ = [
     "hooked",
     "imported",
     "in_first",
+    "is_server",
     "keep_freed_memory",
     "last_checkpoint",
     "load_checkpoint",
@@ -109,6 +113,7 @@ __all__ = [
     "renamed",
     "save_checkpoint",
     "seed_dropout",
+    "serve",
     "set_exact_dropout",
     "total",
 ]

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from autopar.ir.algorithm import ADASUM, INT8, INT8_ERROR
+from autopar.ir.algorithm import ADASUM, INT8, INT8_ERROR, PIPEDREAM
 from autopar.ir.exchange_table import ExchangeTable
 from autopar.ir.labels import storage_text
 from autopar.ir.mesh import LogicalMesh
@@ -76,6 +76,11 @@ def algorithm_text(plan: Plan) -> str:
     """How copies of the parameters meet, and that this is not what one device computes."""
     assert plan.algorithm is not None, "asked for of plans under an algorithm"
     algorithm = plan.algorithm
+    if algorithm.name == PIPEDREAM:
+        return (
+            f"{algorithm}: each stage updates its weights after every microbatch, and keeps up to {len(plan.stages)} "
+            "versions of them; not what one device computes"
+        )
     size = next(axis.size for axis in plan.stages[0].axes if axis.name == algorithm.axis)
     if algorithm.is_compressed:
         error = f", {INT8_ERROR:.1%} off for normally distributed ones" if algorithm.name == INT8 else ""

@@ -788,6 +788,7 @@ class Player:
             self._home.append(last)
             if slots[0].by_levels:
                 self._begin_levels(share.transmissions, last)
+            self._begin_served(sum(sent.room_bytes for sent in share.transmissions), last)
             cut = first if len(share.transmissions) == 2 and slots[0].storage.on_host and not share.has_buffer else -1
         if self.overlap.sums is Sums.BUFFERED:
             self._whole.difference_update(share.slots)
@@ -812,6 +813,12 @@ class Player:
         size = sum(sent.num_bytes // sent.num_ranks + sent.num_bytes * self._sums_itself for sent in scattered)
         self.engine.allocate(self.engine.last, size, UNDER_WAY, Moment.SEND)
         self._travelling.append(Journey(task, Travelling(0, "", size, 0, 0, 0, False, stays=True), -1))
+
+    def _begin_served(self, size: int, task: int) -> None:
+        """Pieces that this rank sums for the others beside servers, until the step ends."""
+        if size:
+            self.engine.allocate(self.engine.last, size, UNDER_WAY, Moment.SEND)
+            self._travelling.append(Journey(task, Travelling(0, "", size, 0, 0, 0, False, stays=True), -1))
 
     def _begin_journey(self, index: int, task: int, cut: int) -> None:
         """Whole gradients stay until the runtime waits for their journey's end; shards arrive in memory of their own.

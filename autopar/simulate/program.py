@@ -36,6 +36,7 @@ from autopar.cost.memory import (
     workspace_bytes,
 )
 from autopar.cost.profile import ACROSS, INSIDE, Waits, host_of
+from autopar.cost.servers import SERVED, summing_bytes
 from autopar.cost.updates import update_bytes
 from autopar.errors import PlanError
 from autopar.ir.branches import (
@@ -90,7 +91,7 @@ class Transmission(NamedTuple):
     """One collective: its name, the link level that it is on, its bytes and nanoseconds. waits: how long its ranks wait
     for each other besides where it stops them, if that is known. is_early: it was sent long before, and has arrived.
     beside_ns: its nanoseconds while its ranks compute. num_ranks: that take part. is_shared: whether other axes of the
-    stage have links of that level, too."""
+    stage have links of that level, too. room_bytes: of pieces that a rank holds while it sums some for the others."""
 
     collective: str
     level: str
@@ -102,6 +103,7 @@ class Transmission(NamedTuple):
     beside_ns: int = 0
     num_ranks: int = 1
     is_shared: bool = False
+    room_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -552,7 +554,7 @@ class Lowering:
         if key not in self.transmissions:
             per_node = self.per_node
             mesh_axis = joint or self.plan.axes[axis]
-            inside = ranks_within_node(mesh_axis, per_node) == mesh_axis.size
+            inside = ranks_within_node(mesh_axis, per_node) == mesh_axis.size and collective != SERVED
             duration = collective_time_ns(collective, num_bytes, mesh_axis, per_node, self.profile)
             level = INSIDE if inside else ACROSS
             inner = [ranks_within_node(each, per_node) == each.size for each in self.plan.axes if each.size > 1]
@@ -566,8 +568,13 @@ class Lowering:
             self.transmissions[key] = Transmission(
                 collective, level, axis, num_bytes, duration, waits, beside_ns=beside, num_ranks=mesh_axis.size,
                 is_shared=inner.count(inside) > 1,
+                room_bytes=self._room_bytes(mesh_axis, num_bytes) if collective == SERVED else 0,
             )  # fmt: skip
         return self.transmissions[key]
+
+    def _room_bytes(self, axis: Axis, num_bytes: int) -> int:
+        assert self.profile.servers is not None, "sums go over the servers of a mesh that has some"
+        return summing_bytes(num_bytes, axis.size, ranks_within_node(axis, self.per_node), self.profile.servers)
 
     def _transmissions(
         self, steps: Sequence[Step], sizes: Sequence[tuple[int, int]], direction: int,
@@ -1139,7 +1146,7 @@ def copied_bytes(step: Step, num_bytes: int, direction: int) -> int:
     joined along another dim than the first is put in order (`runtime.pieces`)."""
     kind = step.transfers[direction].collective
     dims = [type_.dim for type_ in (step.before, step.after) if type_.kind == "S"]
-    if kind == "all_reduce":
+    if kind in ("all_reduce", SERVED):
         return num_bytes
     return num_bytes * sum(dim > 0 for dim in dims) if kind else 0
 

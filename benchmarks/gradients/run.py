@@ -1,6 +1,6 @@
 """How gradients meet: as factors or as sums, by levels or along one axis after another; predicted, and on CPU ranks.
 
-    python -m benchmarks.gradients.run [factors] [levels] [--rounds 12] [--megabytes-a-second 40]
+    python -m benchmarks.gradients.run [factors] [levels] [servers] [--rounds 12] [--megabytes-a-second 40]
 
 factors: a perceptron with wide layers at batch 8, in data parallelism of two and four gloo ranks. Gradients of weights
 are summed (`gradients="sums"`), or rows are gathered (`gradients="factors"`); and what the search takes where samples
@@ -11,8 +11,11 @@ from node to node is delayed: the two pairs of ranks share a link of so many meg
 a collective occupies for the bytes that its ring sends over it. Along one axis of four ranks; along two, one after the
 other; and by levels: reduce-scatter inside, all-reduce across, all-gather inside.
 
+servers: the same model on four ranks, taken as a node each, beside two and four ranks without a device that sum
+gradients; each of them has a link of so many megabytes a second (`served`). Instead of an all-reduce.
+
 Programs of a case take turns in the same processes, round by round; ratios are medians over rounds, with quartiles.
-Written to factors.md and levels.md, and .json beside them, with command, machine and date.
+Written to factors.md, levels.md and servers.md, and .json beside them, with command, machine and date.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from autopar.profiler import load_profile
 from autopar.runtime import comm
 from autopar.simulate import predict
 from benchmarks.facts import facts, write_record
+from benchmarks.gradients.served import served_side_by_side
 from benchmarks.side_by_side import Times, ratios, side_by_side
 from models import mlp
 
@@ -208,6 +212,27 @@ def _predicted(plan: Plan) -> Plan:
     return replace(plan, predicted=predict(timeline))
 
 
+# Servers ----------------------------------------
+
+
+def servers(count: int, bytes_a_second: float, rounds: int) -> dict[str, Any]:
+    """Of an all-reduce, and so many servers."""
+    model, batch = build(NARROWER)
+    path = slow_mesh(bytes_a_second).profile
+    mesh, served = (autopar.Mesh(path, nodes=RANKS, servers=number) for number in (None, count))
+    plans = {
+        "servers": autopar.template_plan(model, served, batch, dp=RANKS, check=False),
+        "all-reduce": autopar.template_plan(model, mesh, batch, dp=RANKS, check=False),
+    }
+    sources = {name: source_of(plan, NARROWER) for name, plan in plans.items()}
+    times = served_side_by_side(partial(build, NARROWER), sources, RANKS, count, rounds, bytes_a_second)
+    return {
+        **_row(f"{count} servers beside {RANKS} ranks", plans, times, "all-reduce", "servers"),
+        "template": _meeting(plans["servers"]),
+        "search": _searched(served, MANY),
+    }
+
+
 # The page ----------------------------------------
 
 
@@ -234,13 +259,15 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """The cases that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help="factors, levels", default=["factors", "levels"])
+    parser.add_argument("cases", nargs="*", help="factors, levels, servers", default=["factors", "levels", "servers"])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--megabytes-a-second", type=float, default=40.0)
     options = parser.parse_args()
     for case in options.cases:
         if case == "factors":
             rows = [factors(ranks, options.rounds) for ranks in (2, 4)]
+        elif case == "servers":
+            rows = [servers(count, options.megabytes_a_second * 1e6, options.rounds) for count in (2, 4)]
         else:
             rows = levels(options.megabytes_a_second * 1e6, options.rounds)
         print(json.dumps(rows, indent=1), flush=True)
