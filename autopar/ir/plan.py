@@ -65,11 +65,13 @@ class SimulatedLink(NamedTuple):
 @dataclass(frozen=True)
 class NodePlan:
     """The placements an operator runs with: of each operand in argument order, and of each result. in_bits: it keeps
-    for its backward pass a few bits of each element, which say as much (`ops.in_bits`)."""
+    for its backward pass a few bits of each element, which say as much (`ops.in_bits`); in_eight_bits: 8 bits of each
+    activation, which say nearly as much (`ops.eight_bits`): where inexact gradients are allowed by name."""
 
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
     in_bits: bool = False
+    in_eight_bits: bool = False
 
 
 @dataclass(frozen=True)

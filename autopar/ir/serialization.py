@@ -41,6 +41,7 @@ from autopar.ir.schedule import SCHEDULES
 from autopar.ir.tried import Tried
 
 VERSION = 3
+EIGHT_BITS = 8  # of a node that keeps its activations so
 _TOLD = ("coverage", "sources", "parameters", "types", "scopes")
 _PLAIN = ("fingerprint", "model", "schedule", "microbatches", "mode", "optimizer", "precision", "memory_limit")
 
@@ -103,7 +104,7 @@ def _stage_to_json(stage: Stage) -> dict[str, Any]:
             name: [
                 [format_placement(p) for p in node.operands],
                 [format_placement(p) for p in node.results],
-                *[True] * node.in_bits,
+                *([EIGHT_BITS] if node.in_eight_bits else [True] * node.in_bits),
             ]
             for name, node in stage.nodes.items()
         },
@@ -182,10 +183,7 @@ def _stage(data: dict[str, Any]) -> Stage:
         axes=tuple(Axis(*axis[:3], *map(tuple, axis[3:])) for axis in data["axes"]),
         inputs={name: parse_placement(text) for name, text in data["inputs"].items()},
         storage={name: Storage(parse_placement(row[0]), *row[1:]) for name, row in data["storage"].items()},
-        nodes={
-            name: NodePlan(tuple(map(parse_placement, row[0])), tuple(map(parse_placement, row[1])), *row[2:])
-            for name, row in data["nodes"].items()
-        },
+        nodes={name: _node(*row) for name, row in data["nodes"].items()},
         redistributes=tuple(
             Redistribute(tensor, parse_placement(target), tuple(_step(step) for step in steps))
             for tensor, target, steps in data["redistributes"]
@@ -195,6 +193,13 @@ def _stage(data: dict[str, Any]) -> Stage:
             for axis, branches in data.get("forks", ())
         ),
     )
+
+
+def _node(operands: list[str], results: list[str], kept: bool | int = False) -> NodePlan:
+    is_eight = kept is not True and kept == EIGHT_BITS
+    return NodePlan(
+        tuple(map(parse_placement, operands)), tuple(map(parse_placement, results)), kept is True, is_eight
+    )  # fmt: skip
 
 
 def _step(row: list[Any]) -> Step:

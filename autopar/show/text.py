@@ -56,6 +56,7 @@ def plan_text(plan: Plan) -> str:
         "exchange": exchanges_text(plan),
         "recompute": recompute_text(plan) if plan.recompute else "",
         "in bits": in_bits_text(plan),
+        "in 8 bits": in_eight_bits_text(plan),
         "copied out": copied_out_text(plan) if plan.copied_out else "",
         "offload": offload_text(plan),
         "hsdp": hsdp_text(plan),
@@ -262,6 +263,14 @@ def in_bits_text(plan: Plan) -> str:
     """ "max_pool2d ×5, relu ×5": operators that keep bits for their backward pass; "" where none do."""
     kept = (name for stage in plan.stages for name, placed in stage.nodes.items() if placed.in_bits)
     return _times_text(Counter(plan.scope(name)[1].split(".")[1] for name in kept))
+
+
+def in_eight_bits_text(plan: Plan) -> str:
+    """ "gelu ×5, linear ×5; …": operators that keep activations in 8 bits, and what that does to gradients; "" where
+    none do."""
+    kept = [name for stage in plan.stages for name, placed in stage.nodes.items() if placed.in_eight_bits]
+    names = _times_text(Counter(plan.scope(name)[1].split(".")[1] for name in kept))
+    return f"{names}; not what one device computes" if kept else ""
 
 
 def copied_out_text(plan: Plan) -> str:
@@ -495,6 +504,8 @@ def diff_text(plan: Plan, other: Plan) -> str:
         lines.append(f"recompute: {recompute_text(plan)} | {recompute_text(other)}")
     if in_bits_text(plan) != in_bits_text(other):
         lines.append(f"in bits: {in_bits_text(plan) or 'none'} | {in_bits_text(other) or 'none'}")
+    if in_eight_bits_text(plan) != in_eight_bits_text(other):
+        lines.append(f"in 8 bits: {in_eight_bits_text(plan) or 'none'} | {in_eight_bits_text(other) or 'none'}")
     if plan.copied_out != other.copied_out:
         lines.append(f"copied out: {copied_out_text(plan)} | {copied_out_text(other)}")
     if _fork_texts(plan) != _fork_texts(other):
