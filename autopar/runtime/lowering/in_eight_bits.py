@@ -3,13 +3,14 @@
     forward    as ever: what an operator reads and makes is exact, and so is the loss
     backward   autograd's own, of what 8 bits say of the values that were kept (`eight_bits`)
 
-Parameters, statistics and whatever else autograd keeps of the operator stay as they are.
+Parameters, statistics and whatever else autograd keeps of the operator stay as they are. What it keeps several times,
+as a norm that is made of products does, is packed once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,18 +20,40 @@ from autopar.runtime.eight_bits import packed_values, unpacked_values
 
 __all__ = ["in_eight_bits", "result_in_eight_bits"]
 
+_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
-class _EightBits(NamedTuple):
-    """What autograd keeps instead of a tensor. kept: its bytes, as whoever keeps tensors around has packed these."""
 
-    kept: Any
-    shape: torch.Size
-    dtype: torch.dtype
-    unpack: Callable[[Any], Tensor] | None
+class _EightBits:
+    """What autograd keeps instead of a tensor; its dims lie in memory in the same order when it is back, on which
+    depends how its gradient does. around: hooks of a block that is computed again or copied out, which keep the bytes
+    in their way, and give them once."""
+
+    __slots__ = ("around", "dtype", "kept", "order", "shape")
+
+    def __init__(self, tensor: Tensor, around: _Hooks | None) -> None:
+        self.order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+        ordered = tensor.permute(self.order)
+        kept = packed_values(ordered)
+        self.kept: Any = kept if around is None else around[0](kept)
+        self.around, self.shape, self.dtype = around, ordered.shape, tensor.dtype
 
     def tensor(self) -> Tensor:
-        kept = self.kept if self.unpack is None else self.unpack(self.kept)
-        return unpacked_values(kept, self.shape, self.dtype)
+        if self.around is not None:
+            self.kept, self.around = self.around[1](self.kept), None
+        places = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return unpacked_values(self.kept, self.shape, self.dtype).permute(places)
+
+
+class _AsAround:
+    """What hooks around have packed."""
+
+    __slots__ = ("around", "kept")
+
+    def __init__(self, tensor: Tensor, around: _Hooks) -> None:
+        self.kept, self.around = around[0](tensor), around
+
+    def tensor(self) -> Tensor:
+        return self.around[1](self.kept)
 
 
 def in_eight_bits(call: Callable[[], Any], *activations: Tensor) -> Any:
@@ -46,27 +69,23 @@ def result_in_eight_bits(call: Callable[[], Tensor]) -> Tensor:
 
 
 def _called(call: Callable[[], Any], is_packed: Callable[[Tensor], bool]) -> Any:
-    """Under hooks inside of those that are there, which blocks have that are computed again or copied out."""
     around: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    pack, unpack = (None, None) if around is None else around
+    known = dict[Any, _EightBits]()
 
     def packed(tensor: Tensor) -> Any:
-        if tensor.is_floating_point() and tensor.numel() and is_packed(tensor):
-            kept = packed_values(tensor)
-            return _EightBits(kept if pack is None else pack(kept), tensor.shape, tensor.dtype, unpack)
-        return tensor if pack is None else _Around(pack(tensor))
+        if not (tensor.is_floating_point() and tensor.numel() and is_packed(tensor)):
+            # a result that its own graph keeps as it is would never be given back: each holds the other
+            return tensor.detach() if around is None else _AsAround(tensor, around)
+        key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        if key not in known:
+            known[key] = _EightBits(tensor, around)
+        return known[key]
 
-    def unpacked(kept: Any) -> Tensor:
-        if isinstance(kept, _EightBits):
-            return kept.tensor()
-        tensor: Tensor = unpack(kept.packed) if isinstance(kept, _Around) and unpack is not None else kept
-        return tensor
-
-    with saved_tensors_hooks(packed, unpacked):
-        return call()
+    with saved_tensors_hooks(packed, _unpacked):
+        made = call()
+    known.clear()
+    return made
 
 
-class _Around(NamedTuple):
-    """What is kept as others keep it."""
-
-    packed: Any
+def _unpacked(kept: Any) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.tensor()  # type: ignore[no-any-return] # one of ours
