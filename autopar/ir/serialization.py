@@ -12,6 +12,7 @@ from autopar.errors import AutoparError, PlanError
 from autopar.ir import earlier, reading
 from autopar.ir.algorithm import algorithm_of_json, algorithm_to_json
 from autopar.ir.consistency import check_consistent
+from autopar.ir.inexact import GradientError
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Axis, format_placement, parse_placement, parse_type
 from autopar.ir.plan import (
@@ -64,6 +65,7 @@ def to_json(plan: Plan) -> str:
     data |= {"host_link": list(plan.host_link)} if plan.host_link else {}
     data |= {} if plan.routing is None else {"routing": plan.routing.to_json()}
     data |= {} if plan.algorithm is None else {"algorithm": algorithm_to_json(plan.algorithm)}
+    data |= {} if plan.gradient_error is None else {"gradient_error": asdict(plan.gradient_error)}
     data["mesh"] = plan.mesh.to_json()
     data["microbatch_inputs"] = list(plan.microbatch_inputs)
     data["recompute"] = list(plan.recompute)
@@ -162,6 +164,7 @@ def _plan(data: dict[str, Any]) -> Plan:
         host_link=SimulatedLink(*data["host_link"]) if "host_link" in data else None,
         routing=Routing.from_json(data["routing"]) if "routing" in data else None,
         algorithm=algorithm_of_json(data["algorithm"]) if "algorithm" in data else None,
+        gradient_error=GradientError(**data["gradient_error"]) if "gradient_error" in data else None,
         mesh=Mesh([(name, nodes, devices) for name, nodes, devices in data["mesh"]]),
         stages=tuple(map(_stage, data["stages"])),
         microbatch_inputs=tuple(data["microbatch_inputs"]),

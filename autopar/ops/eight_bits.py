@@ -27,10 +27,6 @@ _BY_VIEWS = frozenset(["matmul", "bmm", "baddbmm", "mm", "addmm"])
 """Whose operands torch lays anew where they do not lie in order: it keeps the copy, which no hook knows."""
 _FLOATS = frozenset(["float16", "bfloat16", "float32", "float64"])
 
-RELATIVE_ERROR = 0.0064
-"""Of the norm of an activation: rounding to 255 steps of a block's range, which is 5.66 standard deviations of 256
-normally distributed values in the mean: 5.66 / 255 / √12."""
-
 Passes = tuple[tuple[int, ...], tuple[int, ...]]
 
 

@@ -44,6 +44,7 @@ def plan_data(plan: Plan, name: str, timeline: Mapping[str, Any] | None) -> Data
         "tree": model_tree(plan, layouts),
         "recompute": recompute_text(plan) if plan.recompute else "",
         **({"in_bits": kept} if (kept := in_bits_text(plan)) else {}),
+        **({"gradient_error": str(plan.gradient_error)} if plan.gradient_error else {}),
         **({"in_eight_bits": eight} if (eight := in_eight_bits_text(plan)) else {}),
         **({"copied_out": copied_out_text(plan)} if plan.copied_out else {}),
         "offload": offload_text(plan),

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from autopar.ir.algorithm import ADASUM, INT8, INT8_ERROR
+from autopar.ir.algorithm import ADASUM
 from autopar.ir.exchange_table import ExchangeTable
 from autopar.ir.labels import storage_text
 from autopar.ir.mesh import LogicalMesh
@@ -57,6 +57,7 @@ def plan_text(plan: Plan) -> str:
         "recompute": recompute_text(plan) if plan.recompute else "",
         "in bits": in_bits_text(plan),
         "in 8 bits": in_eight_bits_text(plan),
+        "inexact": "" if plan.gradient_error is None else f"{plan.gradient_error}",
         "copied out": copied_out_text(plan) if plan.copied_out else "",
         "offload": offload_text(plan),
         "hsdp": hsdp_text(plan),
@@ -79,8 +80,7 @@ def algorithm_text(plan: Plan) -> str:
     algorithm = plan.algorithm
     size = next(axis.size for axis in plan.stages[0].axes if axis.name == algorithm.axis)
     if algorithm.is_compressed:
-        error = f", {INT8_ERROR:.1%} off for normally distributed ones" if algorithm.name == INT8 else ""
-        how = f"gradients are summed in fewer bits{error}, and what these leave out comes with the next step"
+        how = "gradients are summed in fewer bits, and what these leave out comes with the next step"
     elif algorithm.name == ADASUM:
         how = "gradients of copies are combined by how far they agree"
     else:

@@ -31,7 +31,8 @@ class _EightBits:
     __slots__ = ("around", "dtype", "kept", "order", "shape")
 
     def __init__(self, tensor: Tensor, around: _Hooks | None) -> None:
-        self.order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+        strides = tensor.stride()
+        self.order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
         ordered = tensor.permute(self.order)
         kept = packed_values(ordered)
         self.kept: Any = kept if around is None else around[0](kept)
@@ -88,4 +89,4 @@ def _called(call: Callable[[], Any], is_packed: Callable[[Tensor], bool]) -> Any
 
 
 def _unpacked(kept: Any) -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept.tensor()  # type: ignore[no-any-return] # one of ours
+    return kept if isinstance(kept, Tensor) else kept.tensor()
