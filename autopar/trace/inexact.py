@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +30,10 @@ from autopar.ops.eight_bits import Packed
 from autopar.runtime.compressing import CompressedSum
 from autopar.runtime.lowering.in_eight_bits import in_eight_bits, result_in_eight_bits
 from autopar.runtime.mesh import Axis
-from autopar.trace.eager import Subject
+from autopar.trace.eager import Subject, loss_of
 from autopar.trace.guard import estimated_s, subject_of
 from autopar.trace.interpreter import run_graph
+from autopar.trace.originals import same_bits
 
 AT_MOST_S = 20.0
 """What the steps may take by an estimate. Halved, more plans of large models state a formula's error."""
@@ -139,18 +141,12 @@ def _of_sums(subject: Subject, plan: Plan) -> float:
 
 def _own_gradients(subject: Subject, copies: int, number: int) -> list[Tensor]:
     """Of the model on a part of the batch; it is left as it is."""
-    batch = batch_inputs(subject.graph)
-    cut = {
-        id(x): x.tensor_split(copies)[number]
-        for name, x in zip(subject.graph.inputs, subject.tensors, strict=True)
-        if name in batch
-    }
-    args, kwargs = tree_map(lambda x: cut.get(id(x), x), (subject.args, subject.kwargs))
+    args, kwargs = tree_map(partial(_cut, subject, copies, number), (subject.args, subject.kwargs))
     trained = {name: x.detach().clone().requires_grad_() for name, x in subject.target.named_parameters()
                if x.requires_grad}  # fmt: skip
     buffers = {name: x.clone() for name, x in subject.target.named_buffers()}
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        loss = torch.func.functional_call(subject.target, {**trained, **buffers}, args, kwargs)
+        loss = loss_of(torch.func.functional_call(subject.target, {**trained, **buffers}, args, kwargs))
         return _zero_where_none(trained.values(), torch.autograd.grad(loss, [*trained.values()], allow_unused=True))
 
 
@@ -166,6 +162,15 @@ def _met(gradients: Sequence[list[Tensor]], kind: str, amount: float) -> list[Te
 
     with ThreadPoolExecutor(size) as threads:
         return next(iter(threads.map(meet, range(size))))
+
+
+def _cut(subject: Subject, copies: int, number: int, value: Any) -> Any:
+    """An argument, of which a copy has a part where the batch is along its first dim: known by what is in it, since
+    the arguments are copies of the batch's tensors."""
+    batch = batch_inputs(subject.graph)
+    given = zip(subject.graph.inputs, subject.tensors, strict=True)
+    is_batch = isinstance(value, Tensor) and any(name in batch and same_bits(x, value) for name, x in given)
+    return value.tensor_split(copies)[number] if is_batch else value
 
 
 class _Together:
