@@ -2,11 +2,11 @@
 
     python -m benchmarks.compression.run [--steps 200] [--ranks 2] [--output benchmarks/compression]
 
-Run from the root of the repository, on gloo ranks. A GPT is trained on bytes of the Python standard library's sources,
-another batch in each step, the same ones under each algorithm, and with activations kept in 8 bits. Sent bytes are those
-on the wire: of a ring, 2 (n - 1) / n of an all-reduce's buffer, (n - 1) / n of an all-to-all's and of what an all-gather
-makes. Writes results.md, and ends with status 1 where bytes are not as predicted, fewer than three times less, or a loss
-is outside of the band. The distance of gradients is what the plan states.
+Run from the root of the repository, on gloo ranks. A GPT is trained on bytes of the Python standard library's
+sources, another batch in each step, the same ones under each algorithm, and with activations kept in 8 bits. Sent
+bytes are those on the wire: of a ring, 2 (n - 1) / n of an all-reduce's buffer, (n - 1) / n of an all-to-all's and of
+what an all-gather makes. Writes results.md, and ends with status 1 where bytes are not as predicted, fewer than three
+times less, or a loss is outside of the band. The distance of gradients is what the plan states.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def main() -> int:
         f"{exact[0]:.3f} to {exact[-1]:.3f}. Farthest: the mean loss of {WINDOW} steps from that of exact sums, the "
         "most of all such windows. Off: the gradients of one step, as the plan states it, measured on the host. With "
         f"activations in 8 bits the predicted peak is {peaks[1]:.2f} MB instead of {peaks[0]:.2f} MB.", "",
-        "| what is inexact | off | times fewer bytes | bytes as predicted | loss at the end | farthest | band | inside |",
+        "| inexact | off | times fewer bytes | bytes as predicted | loss at the end | farthest | band | inside |",
         "|---|---:|---:|---|---:|---:|---:|---|", *rows, "",
     ])  # fmt: skip
     (options.output / "results.md").write_text(text, encoding="utf-8")
