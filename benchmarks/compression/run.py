@@ -1,6 +1,6 @@
 """Losses under sums of gradients in fewer bits beside those of exact sums, and the bytes that a rank sends.
 
-    python -m benchmarks.compression.run [--steps 200] [--ranks 2] [--output benchmarks/compression]
+    python -m benchmarks.compression.run [--steps 200] [--ranks 2] [--algorithms int8 …] [--output benchmarks/compression]
 
 Run from the root of the repository, on gloo ranks. A GPT is trained on bytes of the Python standard library's
 sources, another batch in each step, the same ones under each algorithm, and with activations kept in 8 bits. Sent
@@ -105,6 +105,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--algorithms", nargs="*", default=[*ALGORITHMS], choices=[*ALGORITHMS])
     parser.add_argument("--output", type=Path, default=HERE)
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -122,7 +123,8 @@ def main() -> int:
 
     exact, sums, _ = run(planned())
     rows, is_met = [], True
-    for algorithm, band in ALGORITHMS.items():
+    for algorithm in options.algorithms:
+        band = ALGORITHMS[algorithm]
         plan = planned(algorithm)
         losses, sent, predicted = run(plan)
         far = float(((smooth(losses) - smooth(exact)).abs() / smooth(exact)).max())
