@@ -1,6 +1,6 @@
 """Losses under sums of gradients in fewer bits beside those of exact sums, and the bytes that a rank sends.
 
-    python -m benchmarks.compression.run [--steps 200] [--ranks 2] [--algorithms int8 …] [--output benchmarks/compression]
+    python -m benchmarks.compression.run [--steps 200] [--ranks 2] [--algorithms int8] [--output FOLDER]
 
 Run from the root of the repository, on gloo ranks. A GPT is trained on bytes of the Python standard library's
 sources, another batch in each step, the same ones under each algorithm, and with activations kept in 8 bits. Sent
