@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
+from autopar.cost.eight_bits import check_in_eight_bits
 from autopar.errors import PlacementError, PlanError
 from autopar.ir.buffers import update_line
 from autopar.ir.constraint import Constraint
@@ -333,7 +334,10 @@ def _stated(graph: Graph, plan: Plan, index: int) -> Stage:
 def _joined(types: NodePlan, plan: NodePlan) -> NodePlan:
     operands = zip(types.operands, plan.operands, strict=True)
     results = zip(types.results, plan.results, strict=True)
-    return NodePlan(tuple((*a, *b) for a, b in operands), tuple((*a, *b) for a, b in results), plan.in_bits)
+    return NodePlan(
+        tuple((*a, *b) for a, b in operands), tuple((*a, *b) for a, b in results), plan.in_bits,
+        plan.in_eight_bits,
+    )  # fmt: skip
 
 
 Known = Mapping[tuple[str, Placement], tuple[Step, ...]]
@@ -411,6 +415,7 @@ def check_plan(graph: Graph, plan: Plan, admits: Admits = admits) -> None:
     part = divided_graph(graph, plan.microbatches)
     verify(part, plan, admits)
     check_in_bits(part, plan)
+    check_in_eight_bits(part, plan)
     check_copies(part, plan)
     _check_parts(part, plan)
     if plan.microbatches > 1:

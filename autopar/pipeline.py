@@ -74,7 +74,7 @@ from autopar.template import (
     template_axes,
     template_ranks,
 )
-from autopar.trace import held_against_eager, trace, with_loss
+from autopar.trace import gradient_error, held_against_eager, is_inexact, trace, with_loss
 from autopar.tunables import LONG_SEQUENCE
 
 PASSES = (
@@ -188,6 +188,7 @@ def parallelize(
         plan = replace(plan, allow=request.allow, routing=routing, substitutions=(*steps, *plan.substitutions))
         plan = running(plan, graph, runs, limit)
         plan = in_fewer_bits(graph, plan) if "compression" in allow else plan
+        plan = _with_error(plan, graph, model, example_inputs, loss_fn, precision)
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     else:
@@ -361,6 +362,7 @@ def template_plan(
     )  # fmt: skip
     if meets is not None:
         plan = under_algorithm(graph, plan, meets)
+        plan = _with_error(plan, graph, model, example_inputs, loss_fn, precision)
     steps += (*causal, *plan.substitutions)
     return replace(plan, routing=routing, substitutions=steps, checked_against_eager=against_eager)
 
@@ -430,6 +432,16 @@ def _checked_against_eager(
 ) -> str:
     """What a plan says of it. Raises TraceError where graph and model differ."""
     return held_against_eager(model, graph, example_inputs, loss_fn, _COMPUTE_DTYPES[precision])
+
+
+def _with_error(
+    plan: Plan, graph: Graph, model: nn.Module, example_inputs: Any, loss_fn: Any, precision: str | None
+) -> Plan:  # fmt: skip
+    """A plan that is inexact, with how far its gradients are off."""
+    if not is_inexact(plan):
+        return plan
+    error = gradient_error(plan, graph, model, example_inputs, loss_fn, _COMPUTE_DTYPES[precision])
+    return replace(plan, gradient_error=error)
 
 
 def _precision(precision: str | None, plan: Plan | None = None) -> str | None:

@@ -138,7 +138,7 @@ class Place:
         limit = asked = draft.memory_limit if limit is None else limit
         clock = Clock.of(seconds)
         too_low, too_high = max(0, floor - 1), 0  # usages that no plan has, and whose plan's peak does not fit
-        between = bool(floor or self.request.recompute or self.request.copied_out or self.request.in_bits)
+        between = bool(floor or self.request.recompute or self.request.copied_out or self.request.is_compact)
         tries = FIT_TRIES if between else FIT_TRIES - 2
         for _ in range(2 * tries if floor else tries):
             try:
@@ -165,7 +165,8 @@ class Place:
         """
         budget = self.request.budget
         plan = self.placements.plan(usage_limit * self.part.num_submeshes, seconds, budget.seed, budget.gap)
-        plan = with_in_bits(plan, self.request.in_bits) if self.request.in_bits else plan
+        if self.request.is_compact:
+            plan = with_in_bits(plan, self.request.in_bits, self.request.in_eight_bits)
         if self.part.cut is not None:
             return self.staged(self.part.in_stages(plan))
         return self.scored(plan)
@@ -207,6 +208,7 @@ class Place:
             self.part.graph, self.part.blocks, self.draft(), self.shared_profile, self._storages,
             (*self.request.constraints, *self.part.constraints), self.part.whole, self.part.copies, self.sends, keep,
             self.by_factors and self.request.mode == "train", frozenset(self.request.in_bits),
+            frozenset(self.request.in_eight_bits),
         )  # fmt: skip
 
     @cached_property
@@ -275,6 +277,7 @@ class Place:
             microbatches=self.part.microbatches,
             microbatch_inputs=batch_inputs(graph) if self.part.microbatches > 1 else (),
             recompute=request.recompute,
+            allow=request.allow,
             copied_out=request.copied_out,
             mode=request.mode,
             training=graph.training,

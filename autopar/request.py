@@ -60,6 +60,12 @@ class Request:
     offload: str = NOT_OFFLOADED  # what a template has on the host, by name
     copied_out: tuple[str, ...] = ()
     in_bits: tuple[str, ...] = ()  # nodes that keep bits for their backward pass
+    in_eight_bits: tuple[str, ...] = ()  # and those that keep 8 of each activation
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether any keeps fewer bits than torch does."""
+        return bool(self.in_bits or self.in_eight_bits)
 
     @property
     def may_offload(self) -> bool:

@@ -13,7 +13,7 @@ from autopar.ir.plan import COMPILED, EAGER, Plan
 from autopar.odds import with_odds
 from autopar.profiler import profiles_of
 from autopar.step import with_simulator
-from autopar.zero import in_bits, with_in_bits
+from autopar.zero import in_bits, in_eight_bits, with_in_bits
 
 EITHER = "either"
 
@@ -31,7 +31,8 @@ def running(plan: Plan, graph: Graph, runs: str, memory_limit: int | None) -> Pl
 
     Raises InfeasibleError where it is to be compiled and takes more than the limit then.
     """
-    if runs == plan.runs or (runs == EITHER and (plan.copied_out or in_bits(plan))):  # which no compiled program does
+    spares = plan.copied_out or in_bits(plan) or in_eight_bits(plan)  # which no compiled program does
+    if runs == plan.runs or (runs == EITHER and spares):
         return plan
     if runs == COMPILED:
         plan = with_in_bits(plan, ())

@@ -14,6 +14,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import DTYPE_BYTES, Graph, Node
 from autopar.ir.placement import Placement, Shape
 from autopar.ops.call import base_name
+from autopar.ops.eight_bits import Packed, kept_in_eight_bits, packed_by
 from autopar.ops.in_bits import kept_in_bits
 from autopar.ops.layout import PRODUCTS, copied
 from autopar.ops.saved import Saved
@@ -179,10 +180,20 @@ def saved_values(node: Node, graph: Graph, device_type: str = "cuda") -> tuple[S
     return tuple(dict.fromkeys(rule(node, graph)))
 
 
-def kept_values(node: Node, graph: Graph, in_bits: bool, device_type: str = "cuda") -> tuple[Saved, ...]:
-    """As `saved_values`; in_bits: as the plan's entry of the node says, a few bits of each element instead."""
+def kept_values(
+    node: Node, graph: Graph, in_bits: bool, device_type: str = "cuda", in_eight_bits: bool = False
+) -> tuple[Saved, ...]:
+    """As `saved_values`; in_bits: as the plan's entry of the node says, a few bits of each element instead;
+    in_eight_bits: or 8 bits of each activation."""
     saved, rule = saved_values(node, graph, device_type), operator(node.op).in_bits
+    if in_eight_bits and saved:
+        return kept_in_eight_bits(node, graph, saved, packed_in_eight_bits(node, graph))
     return tuple(kept_in_bits(rule, node, graph)) if in_bits and rule is not None and saved else saved
+
+
+def packed_in_eight_bits(node: Node, graph: Graph) -> Packed:
+    """What an operator may keep in 8 bits on any device; nothing, of most."""
+    return packed_by(node, graph, saved_values(node, graph))
 
 
 def workspace_bytes(op: str, sizes: Sizes) -> Workspace:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
+from autopar.cost.memory import packed_in_eight_bits
 from autopar.emit.names import keywords, operator_text
 from autopar.ir.graph import Atom, Graph, Node, Ref
 from autopar.ir.mesh import MICROBATCH
@@ -21,6 +22,7 @@ from autopar.ir.statements import Operate, Value
 from autopar.ir.structure import is_random
 from autopar.ops.call import Call
 from autopar.ops.communication import is_mean_over_samples
+from autopar.ops.eight_bits import eight_bits_call
 from autopar.ops.local import LocalCall, axes_where, is_microbatched, tuple_of
 from autopar.ops.lowering import RankLength, local_arguments
 from autopar.ops.table import operator
@@ -40,7 +42,10 @@ class CallWriter:
         if in_bits is not None and self.stage.nodes[statement.node.name].in_bits:
             return in_bits.call(self._local(statement, names))
         text = lowering(self._local(statement, names)) if lowering else None
-        return text or self.plain(statement, names)
+        text = text or self.plain(statement, names)
+        if self.stage.nodes[statement.node.name].in_eight_bits:
+            return eight_bits_call(packed_in_eight_bits(statement.node, self.graph), names, text)
+        return text
 
     def _local(self, statement: Operate, names: list[str]) -> LocalCall:
         return LocalCall(

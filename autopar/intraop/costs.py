@@ -61,8 +61,9 @@ class ProfiledCosts:
         sends: Sends | None = None,
         copied: RecomputedShares | None = None,
         in_bits: frozenset[str] = frozenset(),
+        in_eight_bits: frozenset[str] = frozenset(),
     ) -> None:
-        self.in_bits = in_bits
+        self.in_bits, self.in_eight_bits = in_bits, in_eight_bits
         self.sends, self.copied = sends, copied or RecomputedShares((), ())
         self.graph, self.axes, self.profile = graph, axes, profile
         self.again = again or RecomputedShares((), ())
@@ -173,7 +174,8 @@ class ProfiledCosts:
         found = {}
         for node in self.graph.nodes:
             again, kept = self._share(node), dict[Saved, float]()
-            saved = kept_values(node, self.graph, node.name in self.in_bits, self.profile.device_type)
+            fewer = node.name in self.in_bits, node.name in self.in_eight_bits
+            saved = kept_values(node, self.graph, fewer[0], self.profile.device_type, fewer[1])
             shares = ((v, self._kept_share(node, v)) for v in saved)
             for value, share in (*(pair for pair in shares if pair[1]), *((v, again) for v in self._entering(node))):
                 root = None if isinstance(value, Extra) else storage_root(value, self.graph)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from autopar.errors import PlanError
 from autopar.ir.algorithm import Algorithm
 from autopar.ir.faults import faults_told
+from autopar.ir.inexact import GradientError
 from autopar.ir.mesh import MICROBATCH, LogicalMesh, Mesh
 from autopar.ir.placement import Placement
 from autopar.ir.redistribution import Step
@@ -65,11 +66,13 @@ class SimulatedLink(NamedTuple):
 @dataclass(frozen=True)
 class NodePlan:
     """The placements an operator runs with: of each operand in argument order, and of each result. in_bits: it keeps
-    for its backward pass a few bits of each element, which say as much (`ops.in_bits`)."""
+    for its backward pass a few bits of each element, which say as much (`ops.in_bits`); in_eight_bits: 8 bits of each
+    activation, which say nearly as much (`ops.eight_bits`): where inexact gradients are allowed by name."""
 
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
     in_bits: bool = False
+    in_eight_bits: bool = False
 
 
 @dataclass(frozen=True)
@@ -382,6 +385,7 @@ class Plan:
     host_link: SimulatedLink | None = None  # where something may be on the host, and the link to it is simulated
     routing: Routing | None = None  # how tokens choose experts, where it was said; balanced where not
     algorithm: Algorithm | None = None  # how copies of the parameters meet, where not by summed gradients
+    gradient_error: GradientError | None = None  # of plans that are inexact: how far their gradients are off
     predicted: Prediction = Prediction()
     search: SearchReport = SearchReport()
     coverage: Mapping[str, str] = field(default_factory=dict)  # operator -> "table", "registry" or why replicated

@@ -12,6 +12,7 @@ from autopar.errors import AutoparError, PlanError
 from autopar.ir import earlier, reading
 from autopar.ir.algorithm import algorithm_of_json, algorithm_to_json
 from autopar.ir.consistency import check_consistent
+from autopar.ir.inexact import GradientError
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Axis, format_placement, parse_placement, parse_type
 from autopar.ir.plan import (
@@ -42,6 +43,7 @@ from autopar.ir.servers import Servers
 from autopar.ir.tried import Tried
 
 VERSION = 3
+EIGHT_BITS = 8  # of a node that keeps its activations so
 _TOLD = ("coverage", "sources", "parameters", "types", "scopes")
 _PLAIN = ("fingerprint", "model", "schedule", "microbatches", "mode", "optimizer", "precision", "memory_limit")
 
@@ -64,6 +66,7 @@ def to_json(plan: Plan) -> str:
     data |= {"host_link": list(plan.host_link)} if plan.host_link else {}
     data |= {} if plan.routing is None else {"routing": plan.routing.to_json()}
     data |= {} if plan.algorithm is None else {"algorithm": algorithm_to_json(plan.algorithm)}
+    data |= {} if plan.gradient_error is None else {"gradient_error": asdict(plan.gradient_error)}
     data["mesh"] = plan.mesh.to_json()
     data |= {} if plan.mesh.servers is None else {"servers": plan.mesh.servers.to_json()}
     data["microbatch_inputs"] = list(plan.microbatch_inputs)
@@ -105,7 +108,7 @@ def _stage_to_json(stage: Stage) -> dict[str, Any]:
             name: [
                 [format_placement(p) for p in node.operands],
                 [format_placement(p) for p in node.results],
-                *[True] * node.in_bits,
+                *([EIGHT_BITS] if node.in_eight_bits else [True] * node.in_bits),
             ]
             for name, node in stage.nodes.items()
         },
@@ -164,6 +167,7 @@ def _plan(data: dict[str, Any]) -> Plan:
         host_link=SimulatedLink(*data["host_link"]) if "host_link" in data else None,
         routing=Routing.from_json(data["routing"]) if "routing" in data else None,
         algorithm=algorithm_of_json(data["algorithm"]) if "algorithm" in data else None,
+        gradient_error=GradientError(**data["gradient_error"]) if "gradient_error" in data else None,
         mesh=Mesh(
             [(name, nodes, devices) for name, nodes, devices in data["mesh"]],
             servers=Servers(**data["servers"]) if "servers" in data else None,
@@ -188,10 +192,7 @@ def _stage(data: dict[str, Any]) -> Stage:
         axes=tuple(Axis(*axis[:3], *map(tuple, axis[3:])) for axis in data["axes"]),
         inputs={name: parse_placement(text) for name, text in data["inputs"].items()},
         storage={name: Storage(parse_placement(row[0]), *row[1:]) for name, row in data["storage"].items()},
-        nodes={
-            name: NodePlan(tuple(map(parse_placement, row[0])), tuple(map(parse_placement, row[1])), *row[2:])
-            for name, row in data["nodes"].items()
-        },
+        nodes={name: _node(*row) for name, row in data["nodes"].items()},
         redistributes=tuple(
             Redistribute(tensor, parse_placement(target), tuple(_step(step) for step in steps))
             for tensor, target, steps in data["redistributes"]
@@ -201,6 +202,13 @@ def _stage(data: dict[str, Any]) -> Stage:
             for axis, branches in data.get("forks", ())
         ),
     )
+
+
+def _node(operands: list[str], results: list[str], kept: bool | int = False) -> NodePlan:
+    is_eight = kept is not True and kept == EIGHT_BITS
+    return NodePlan(
+        tuple(map(parse_placement, operands)), tuple(map(parse_placement, results)), kept is True, is_eight
+    )  # fmt: skip
 
 
 def _step(row: list[Any]) -> Step:

@@ -23,7 +23,7 @@ class Extra(NamedTuple):
 
     is_number: a plain number that torch has made a tensor of. Hooks on saved tensors are not called for it
     (torch/csrc/autograd/saved_variable.cpp), so that it stays where everything else is computed again. bits: of each
-    element, where they are not bytes.
+    element, where they are not bytes. range_bytes: beside, of so many elements each (`range_of`).
     """
 
     like: str
@@ -31,11 +31,14 @@ class Extra(NamedTuple):
     itemsize: int
     is_number: bool = False
     bits: int = 0
+    range_bytes: int = 0
+    range_of: int = 1
 
     def num_bytes(self, shape: Shape) -> int:
         """Its bytes when `like` has the given (local) shape."""
         count = math.prod(shape[dim] for dim in self.dims)
-        return -(-count * self.bits // 8) if self.bits else count * self.itemsize
+        ranges = -(-count // self.range_of) * self.range_bytes
+        return (-(-count * self.bits // 8) if self.bits else count * self.itemsize) + ranges
 
 
 Saved = str | Extra

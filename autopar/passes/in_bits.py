@@ -5,26 +5,38 @@ fit.
     any              the best plan, with bits instead of as many blocks that are computed again
 
 Gradients are equal bit for bit, so nobody has to allow it; plans that nothing is done to for memory's sake are left
-alone.
+alone. Where inexact gradients are allowed by name (`allow=("compression",)`), more operators may keep 8 bits of each
+activation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from autopar.clock import is_ending
+from autopar.cost.eight_bits import COMPRESSION
 from autopar.driver import REFINED, Candidate, Context, Front, of_plan, outline_of
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh, Mesh, logical_meshes
 from autopar.ir.plan import Plan
 from autopar.ir.recompute import is_operator_call, module_of_call
-from autopar.places import CompactPlace, compact_ladder
-from autopar.planning import Place, divided, microbatch_counts
+from autopar.places import CompactPlace, compact_ladders
+from autopar.planning import DividedGraph, Place, divided, microbatch_counts
 from autopar.simulate import Incremental, predict
 from autopar.tunables import IN_BITS_COUNTS, IN_BITS_SHARE, MESHES_IN_BITS
-from autopar.zero import joined, pinned_modules, recomputable, rungs_in_bits, with_in_bits
+from autopar.zero import (
+    KeptIn,
+    joined,
+    pinned_modules,
+    recomputable,
+    rungs_in_bits,
+    rungs_in_eight_bits,
+    that_run,
+    with_in_bits,
+)
 
 
 def in_bits(front: Front, context: Context) -> Iterator[Candidate]:
@@ -54,7 +66,7 @@ def _binds(plan: Plan) -> bool:
 def _places(front: Front, context: Context) -> Iterator[Candidate]:
     """Plans over logical meshes, in few microbatches, and in more as long as that gets better."""
     request, graph, device = context.request, front.given.graph, context.profile.device_type
-    if len(rungs_in_bits(graph, device)) == 1:
+    if len(_every_rung(graph, context)) == 1:
         return
     blocks = context.blocks(graph)
     options = recomputable(graph, [path for paths in blocks.paths for path in paths])
@@ -64,20 +76,29 @@ def _places(front: Front, context: Context) -> Iterator[Candidate]:
     meshes = _meshes(front, request.mesh)
     for count in [*microbatch_counts(graph, request)][:IN_BITS_COUNTS]:
         part, before_ns = divided(graph, blocks, count), than_ns
-        ladder = compact_ladder(rungs_in_bits(part.graph, device), again, pinned or ())
+        exact = [KeptIn(names) for names in rungs_in_bits(part.graph, device)]
+        ladders = compact_ladders(exact, _every_rung(part.graph, context), again, pinned or ())
         places = [Place(part, axes, request, context.profile) for axes in meshes]
         simulator = Incremental(part.graph, places[0].shared_profile)
         for there in places:
             if is_ending() and front.best is not None:
                 return
             seconds = IN_BITS_SHARE * request.budget.seconds / len(places)
-            for plan in CompactPlace(there, [ladder], simulator, seconds, than_ns).plans():
+            for plan in CompactPlace(there, ladders, simulator, seconds, than_ns).plans():
                 if plan.predicted.step_time_ns < than_ns:
                     than_ns = plan.predicted.step_time_ns
                     made = partial(part.with_traffic, plan)
                     yield replace(of_plan(front.given, there.outline, plan, made), rank=REFINED)
         if than_ns == before_ns < math.inf and count > 1:
             break
+
+
+def _every_rung(graph: Graph, context: Context) -> Sequence[KeptIn]:
+    """Exact ones, and inexact ones where these are allowed."""
+    device = context.profile.device_type
+    if COMPRESSION in context.request.allow:
+        return rungs_in_eight_bits(graph, device)
+    return [KeptIn(names) for names in rungs_in_bits(graph, device)]
 
 
 def _meshes(front: Front, mesh: Mesh) -> list[LogicalMesh]:
@@ -91,18 +112,25 @@ def _meshes(front: Front, mesh: Mesh) -> list[LogicalMesh]:
 
 
 def _kept_instead(best: Candidate, context: Context) -> Iterator[Candidate]:
-    """The best plan with operators in bits, and as few blocks computed again as fit then: found by halving."""
+    """The best plan with operators in bits, and as few blocks computed again as fit then: found by halving; where that
+    is allowed, with operators in 8 bits, too."""
     part = divided(best.graph, context.blocks(best.graph), best.plan.microbatches)
-    rungs = rungs_in_bits(part.graph, context.profile.device_type)
-    if len(rungs) == 1:
-        return
+    exact, every = KeptIn(rungs_in_bits(part.graph, context.profile.device_type)[-1]), _every_rung(part.graph, context)
+    for kept in dict.fromkeys((exact, every[-1])):
+        if kept != KeptIn():
+            yield from _with_kept(best, part, kept, context)
+
+
+def _with_kept(best: Candidate, part: DividedGraph, kept: KeptIn, context: Context) -> Iterator[Candidate]:
     shared = context.profile.shared_by(context.request.mesh.devices_per_node)
     simulator, groups = Incremental(part.graph, shared), _blocks_again(best.plan)
 
     def played(count: int) -> Plan:
         again = tuple(name for group in groups[:count] for name in group)
         own = {name.removesuffix("()").rpartition(".")[2] for name in again if is_operator_call(name)}
-        tried = with_in_bits(replace(best.plan, recompute=again), [name for name in rungs[-1] if name not in own])
+        tried = replace(best.plan, recompute=again, allow=context.request.allow)
+        bits, eight = ([name for name in names if name not in own] for names in kept)
+        tried = with_in_bits(tried, bits, that_run(part.graph, tried, eight))
         return replace(tried, predicted=predict(simulator.timeline(tried)))
 
     few, many, found = 0, len(groups), None

@@ -17,6 +17,7 @@ al. 2019, arXiv:1802.08021 (SparCML), Vogels et al. 2019, arXiv:1905.13727 (Powe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +31,10 @@ _LEVELS = 127.0
 
 class CompressedSum:
     """Of the same tensors in each step, by their places. kind: "int8", "topk" or "powersgd"; amount: the share of the
-    values, or the rank."""
+    values, or the rank. through: what has the collectives, those between ranks as a rule."""
 
-    def __init__(self, kind: str, amount: float) -> None:
-        self._kind, self._amount = kind, amount
+    def __init__(self, kind: str, amount: float, through: Any = comm) -> None:
+        self._kind, self._amount, self._comm = kind, amount, through
         self._left: dict[object, Tensor] = {}  # what was left out so far
         self._bases: dict[object, Tensor] = {}  # of powersgd: the last Q
 
@@ -53,7 +54,7 @@ class CompressedSum:
         elif self._kind == "topk" and 2 * axis.size * num_kept(flat.numel(), self._amount) < flat.numel():
             self._sum_largest(flat, axis, key)
         else:
-            comm.all_reduce(flat, axis)
+            self._comm.all_reduce(flat, axis)
         for tensor, view in zip(group, views, strict=True):
             tensor.copy_(view)
 
@@ -70,12 +71,12 @@ class CompressedSum:
         coded, left = _coded(whole.view(axis.size, -1))
         self._left[key, "own"] = left.view(-1)
         received = torch.empty_like(coded)
-        comm.all_to_all(received, coded, axis)
+        self._comm.all_to_all(received, coded, axis)
         own = self._with_left(_decoded(received).sum(0), (key, "sum"))
         coded, left = _coded(own.view(1, -1))
         self._left[key, "sum"] = left.view(-1)
         every = coded.new_empty((axis.size, coded.size(1)))
-        comm.all_gather(every, coded, axis)
+        self._comm.all_gather(every, coded, axis)
         flat.copy_(_decoded(every).view(-1)[: flat.numel()])
 
     def _sum_largest(self, flat: Tensor, axis: Axis, key: object) -> None:
@@ -87,7 +88,7 @@ class CompressedSum:
         self._left[key] = left
         sent = torch.stack([places.to(torch.int32), values.view(torch.int32)])
         every = sent.new_empty((axis.size, *sent.shape))
-        comm.all_gather(every, sent, axis)
+        self._comm.all_gather(every, sent, axis)
         total = torch.zeros_like(left)
         for there, found in every:  # in the order of ranks, on all of them
             total.index_add_(0, there.long(), found.contiguous().view(torch.float32))
@@ -100,11 +101,11 @@ class CompressedSum:
             drawn = torch.Generator().manual_seed(0)
             basis = torch.randn(matrix.size(1), rank, generator=drawn).to(matrix.device)
         left = matrix @ basis
-        comm.all_reduce(left, axis)
+        self._comm.all_reduce(left, axis)
         left = torch.linalg.qr(left).Q.contiguous()
         right = matrix.mT @ left
         own = left @ right.mT
-        comm.all_reduce(right, axis)
+        self._comm.all_reduce(right, axis)
         self._left[key] = matrix - own
         self._bases[key] = right
         tensor.copy_((left @ right.mT).view(tensor.shape))

@@ -40,6 +40,7 @@ from autopar.runtime.lowering.factors import *
 from autopar.runtime.lowering.grouped import *
 from autopar.runtime.lowering.heads import *
 from autopar.runtime.lowering.in_bits import *
+from autopar.runtime.lowering.in_eight_bits import *
 from autopar.runtime.lowering.statistics import *
 from autopar.runtime.lowering.windows import *
 from autopar.runtime.lowering.writes import *

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from autopar.ir.algorithm import ADASUM, INT8, INT8_ERROR, PIPEDREAM
+from autopar.ir.algorithm import ADASUM, PIPEDREAM
 from autopar.ir.exchange_table import ExchangeTable
 from autopar.ir.labels import storage_text
 from autopar.ir.mesh import LogicalMesh
@@ -56,6 +56,8 @@ def plan_text(plan: Plan) -> str:
         "exchange": exchanges_text(plan),
         "recompute": recompute_text(plan) if plan.recompute else "",
         "in bits": in_bits_text(plan),
+        "in 8 bits": in_eight_bits_text(plan),
+        "inexact": "" if plan.gradient_error is None else f"{plan.gradient_error}",
         "copied out": copied_out_text(plan) if plan.copied_out else "",
         "offload": offload_text(plan),
         "hsdp": hsdp_text(plan),
@@ -83,8 +85,7 @@ def algorithm_text(plan: Plan) -> str:
         )
     size = next(axis.size for axis in plan.stages[0].axes if axis.name == algorithm.axis)
     if algorithm.is_compressed:
-        error = f", {INT8_ERROR:.1%} off for normally distributed ones" if algorithm.name == INT8 else ""
-        how = f"gradients are summed in fewer bits{error}, and what these leave out comes with the next step"
+        how = "gradients are summed in fewer bits, and what these leave out comes with the next step"
     elif algorithm.name == ADASUM:
         how = "gradients of copies are combined by how far they agree"
     else:
@@ -267,6 +268,14 @@ def in_bits_text(plan: Plan) -> str:
     """ "max_pool2d ×5, relu ×5": operators that keep bits for their backward pass; "" where none do."""
     kept = (name for stage in plan.stages for name, placed in stage.nodes.items() if placed.in_bits)
     return _times_text(Counter(plan.scope(name)[1].split(".")[1] for name in kept))
+
+
+def in_eight_bits_text(plan: Plan) -> str:
+    """ "gelu ×5, linear ×5; …": operators that keep activations in 8 bits, and what that does to gradients; "" where
+    none do."""
+    kept = [name for stage in plan.stages for name, placed in stage.nodes.items() if placed.in_eight_bits]
+    names = _times_text(Counter(plan.scope(name)[1].split(".")[1] for name in kept))
+    return f"{names}; not what one device computes" if kept else ""
 
 
 def copied_out_text(plan: Plan) -> str:
@@ -500,6 +509,8 @@ def diff_text(plan: Plan, other: Plan) -> str:
         lines.append(f"recompute: {recompute_text(plan)} | {recompute_text(other)}")
     if in_bits_text(plan) != in_bits_text(other):
         lines.append(f"in bits: {in_bits_text(plan) or 'none'} | {in_bits_text(other) or 'none'}")
+    if in_eight_bits_text(plan) != in_eight_bits_text(other):
+        lines.append(f"in 8 bits: {in_eight_bits_text(plan) or 'none'} | {in_eight_bits_text(other) or 'none'}")
     if plan.copied_out != other.copied_out:
         lines.append(f"copied out: {copied_out_text(plan)} | {copied_out_text(other)}")
     if _fork_texts(plan) != _fork_texts(other):

@@ -209,8 +209,8 @@ class _StatementMemory:
         if saves and isinstance(statement, Operate):
             names = (*statement.node.operands, *statement.node.results)
             known = dict(zip(names, (*reads, *makes), strict=True))
-            in_bits = self._nodes[statement.node.name].in_bits
-            saved = kept_values(statement.node, self._graph, in_bits)
+            placed = self._nodes[statement.node.name]
+            saved = kept_values(statement.node, self._graph, placed.in_bits, in_eight_bits=placed.in_eight_bits)
             kept = [known[name] for name in saved if isinstance(name, str)]
         return PieceStep(piece, by_itself, reads, () if shares else makes, kept, saves)
 

@@ -33,6 +33,7 @@ from autopar.cost.memory import (
     lowered_memory,
     optimizer_state_bytes,
     optimizer_workspace_bytes,
+    packed_in_eight_bits,
     workspace_bytes,
 )
 from autopar.cost.profile import ACROSS, INSIDE, Waits, host_of
@@ -56,6 +57,7 @@ from autopar.ir.redistribution import Step, apply, gradient_collectives, transfe
 from autopar.ir.stages import answered_values, leaving_values
 from autopar.ir.structure import is_cut
 from autopar.ops.communication import gathered_rows, inner_communication, worked_shapes
+from autopar.ops.eight_bits import eight_bits_moved, eight_bits_workspace
 from autopar.ops.experts import ROUTED_EXPERTS, place_table_bytes
 from autopar.ops.inner import Inner
 from autopar.ops.saved import Extra, Saved
@@ -709,8 +711,9 @@ class Lowering:
             return
         price = self._operator_price(node, placements, inputs, outputs)
         kept: tuple[Saved, ...] = facts.saved if self.trains else ()
-        if placements.in_bits and kept:
-            kept = kept_values(node, self.graph, True, self.profile.device_type)
+        if kept and (placements.in_bits or placements.in_eight_bits):
+            in_bits, in_bytes = placements.in_bits, placements.in_eight_bits
+            kept = kept_values(node, self.graph, in_bits, self.profile.device_type, in_bytes)
         if price.lowered_bytes is not None:
             kept = tuple([(*node.operands, *node.results)[position] for position in price.lowered_keeps if kept])
         if kept and fused and fused.makes_again:
@@ -793,6 +796,13 @@ class Lowering:
                 longer, issued = in_bits_ns(rule.moved(node, sizes), self.profile)
                 times, issue_ns = _sum(times, longer), _sum(issue_ns, issued)
                 split = split and Split(_sum(split.backward_ns, (longer[1], 0)), _sum(split.issue_ns, (issued[1], 0)))
+            if placements.in_eight_bits and self.trains:
+                packed = packed_in_eight_bits(node, self.graph)
+                workspace = eight_bits_workspace(packed, node, self.graph, sizes, workspace)
+                longer, issued = in_bits_ns(eight_bits_moved(packed, node, self.graph, sizes), self.profile)
+                times, issue_ns = _sum(times, longer), _sum(issue_ns, issued)
+                again = (longer[1], longer[1]), (issued[1], issued[1])  # each half unpacks what the operator keeps
+                split = split and Split(_sum(split.backward_ns, again[0]), _sum(split.issue_ns, again[1]))
             known = OperatorPrice(*times, issue_ns, inner, inner_backward, workspace, split, kept, keeps)
             self.prices.operators[key] = known
         return known

@@ -12,12 +12,19 @@ from autopar.trace.blocks import Blocks, find_blocks
 
 if TYPE_CHECKING:
     from autopar.trace.guard import held_against_eager
+    from autopar.trace.inexact import gradient_error, is_inexact
     from autopar.trace.losses import with_loss
     from autopar.trace.tracing import trace
 
-__all__ = ["Blocks", "find_blocks", "held_against_eager", "trace", "with_loss"]
+__all__ = ["Blocks", "find_blocks", "gradient_error", "held_against_eager", "is_inexact", "trace", "with_loss"]
 
-_HOMES = {"held_against_eager": "guard", "trace": "tracing", "with_loss": "losses"}
+_HOMES = {
+    "gradient_error": "inexact",
+    "held_against_eager": "guard",
+    "is_inexact": "inexact",
+    "trace": "tracing",
+    "with_loss": "losses",
+}
 
 
 def __getattr__(name: str) -> Any:

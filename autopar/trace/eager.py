@@ -305,6 +305,11 @@ def _tensors(output: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
 
 
+def loss_of(output: Any) -> Tensor:
+    """What a model's call returns as its loss."""
+    return _loss(output, _tensors(output))
+
+
 def _loss(output: Any, tensors: list[Tensor]) -> Tensor:
     """The scalar called `loss`, or else the first that gradients flow from."""
     named = [value for path, value in outputs_in(output) if path.rpartition(".")[2] == "loss"]

@@ -153,14 +153,15 @@ def _in_scope(
     scope = next((item for item in _SCOPES if estimate * item.share <= seconds), None)
     if scope is None:
         return f"no, it would take about {estimate:.0f} s"
-    subject = _subject(model, graph, example_inputs, loss_fn, compute_dtype)
+    subject = subject_of(model, graph, example_inputs, loss_fn, compute_dtype)
     found = _compared(replace(subject, largest=scope.largest, sizes=sizes), scope.steps, scope.backward)
     return f"in part, {scope.what}: all would take about {estimate:.0f} s" if found == "yes" and scope.what else found
 
 
-def _subject(
+def subject_of(
     model: nn.Module, graph: Graph, example_inputs: Any, loss_fn: Any, compute_dtype: torch.dtype | None
 ) -> Subject:
+    """A model and its graph, with its batch, in the dtype in which the graph computes."""
     _, inputs = bind_inputs(model, real_inputs(example_inputs), loss_fn)
     if compute_dtype is not None:
         whole, inputs = with_loss(model, loss_fn), cast_inputs(inputs, compute_dtype)
@@ -182,6 +183,11 @@ def _widen(cast: nn.Module, whole: nn.Module, graph: Graph) -> None:
 
 _SPEED = 2e10
 """FLOP a second that any host does; twice as much halves the models that are compared as they are."""
+
+
+def estimated_s(graph: Graph) -> float:
+    """Of the whole graph, as `_estimate_s`."""
+    return _estimate_s(graph, {})
 
 
 def _estimate_s(graph: Graph, sizes: Sizes) -> float:

@@ -52,3 +52,13 @@ def trained_in_fewer_bits(
         sent[kind] = sent.get(kind, 0) + size
     own = {name: parameter.to_local().detach().clone() for name, parameter in built.named_parameters()}
     return losses, own, sent
+
+
+def first_gradients(rank: int, world: int, source: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
+    """The loss and all gradients of one step."""
+    from autopar import runtime as rt
+
+    built = rt.build(load_source(source).Program)
+    built.init_from(state, broadcast=False)
+    rt.seed_dropout(5)
+    return built.train_step(**batch), built.full_gradients()
