@@ -167,13 +167,13 @@ def test_a_rank_without_room_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list(tmp_path.iterdir())
     held = HeldState({("model.weight", (0,)): torch.zeros(10)}, {"model.weight": ((10,), "float32")})
     for step in (1, 2):
-        snapshots.write(0, StepSnapshot((1, step), held, held.whole, KeptNote(0.0, 1, 0.0)))
+        snapshots.write(0, StepSnapshot((1, step), held, held.whole, KeptNote(0.0, 1)))
     snapshots.drop_before((1, 2))
     (found,) = snapshots.read(0, 1)
     assert found.label == (1, 2) and torch.equal(found.held.pieces["model.weight", (0,)], torch.zeros(10))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 61, 39))  # type: ignore[attr-defined]
     with pytest.raises(ProgramError, match=r"40 bytes that a rank keeps.*found 39"):
-        snapshots.write(0, StepSnapshot((1, 3), held, held.whole, KeptNote(0.0, 1, 0.0)))
+        snapshots.write(0, StepSnapshot((1, 3), held, held.whole, KeptNote(0.0, 1)))
 
 
 def test_what_is_not_whole_is_missed() -> None:
