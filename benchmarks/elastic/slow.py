@@ -28,7 +28,7 @@ from tests.ladder.slow_ranks import own_seconds
 from tests.rank_pool import RankPool
 
 FILE = Path(__file__).with_name("slow")
-ROW_S = 0.001
+ROW_S = 0.004
 BATCH = 480
 CASES = ((1.0, 2.0), (1.0, 3.0), (1.0, 1.0, 1.5, 1.0), (1.0, 1.0, 2.0, 1.0), (1.0, 1.0, 3.0, 1.0))
 """By rank, how many times as long a row takes."""
