@@ -71,7 +71,8 @@ def row(times: tuple[float, ...], steps: int) -> dict[str, Any]:
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    lines = ["| stated | seen | rows | new rows | step s | expected s | measured s | gain | decision |", "|---" * 9 + "|"]
+    heads = ("stated", "seen", "rows", "new rows", "step s", "expected s", "measured s", "gain", "decision")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for one in rows:
         cells = (*(", ".join(f"{value:g}" for value in one[key]) for key in ("times", "seen", "rows", "new_rows")),
                  f"{one['now_s']:.3f}", f"{one['expected_s']:.3f}", f"{one['then_s']:.3f}",

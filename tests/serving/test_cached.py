@@ -95,7 +95,8 @@ def test_layouts_that_do_not_go_with_the_model_are_refused_with_the_remedy() -> 
 
     model = decoder("llama")
     options: dict[str, Any] = {"max_batch": 4, "max_length": 16, "check": False}
-    odd = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 48}))
+    sizes = SIZES | {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 48}
+    odd = LlamaForCausalLM(LlamaConfig(**sizes))
     with pytest.raises(PlanError, match=r"divides 4 key/value heads.*tp=6; take tp=4"):
         autopar.serve(odd, autopar.Mesh("cpu", devices_per_node=6), tp=6, **options)
     with pytest.raises(MeshError, match="expected dp × tp × pp = 4 devices"):

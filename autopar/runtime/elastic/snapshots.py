@@ -23,9 +23,9 @@ Label = tuple[int, int]
 
 
 class KeptNote(NamedTuple):
-    """What is noted with a state. at: seconds since 1970. size: processes that ran then. starts: by number of processes,
-    what starting so many took last, to their first step, without what it took to agree and to load. saved_s: what the
-    last checkpoint took; None where none was written since."""
+    """What is noted with a state. at: seconds since 1970. size: processes that ran then. starts: by number of
+    processes, what starting so many took last, to their first step, without what it took to agree and to load. saved_s:
+    what the last checkpoint took; None where none was written since."""
 
     at: float
     size: int
