@@ -121,7 +121,7 @@ def request_curve(
     if not new_tokens and prompt_length is None:
         raise PlanError("expected a prompt_length, new_tokens, or both, found neither")
     found = list[BatchPoint]()
-    points = steps if isinstance(steps, Iterable) else map(asdict, steps.points)
+    points: Iterable[Mapping[str, Any]] = steps if isinstance(steps, Iterable) else map(asdict, steps.points)
     for point in points:
         if point.get("decode") is not None:
             prefill = {int(length): _upper_ns(step) for length, step in point["prefill"].items()}
