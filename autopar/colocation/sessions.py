@@ -126,9 +126,9 @@ def request_curve(
         if point.get("decode") is not None:
             prefill = {int(length): _upper_ns(step) for length, step in point["prefill"].items()}
             filled = 0 if prompt_length is None else _filled_ns(prefill, prompt_length)
-            steps = new_tokens if prompt_length is None else max(0, new_tokens - 1)
+            count = new_tokens if prompt_length is None else max(0, new_tokens - 1)
             found.append(
-                BatchPoint(point["batch"], filled + steps * _upper_ns(point["decode"]), point["peak_bytes"])
+                BatchPoint(point["batch"], filled + count * _upper_ns(point["decode"]), point["peak_bytes"])
             )  # fmt: skip
     return BatchCurve(tuple(found))
 
