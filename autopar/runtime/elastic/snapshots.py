@@ -48,7 +48,7 @@ class StepSnapshot:
     kept: KeptNote
 
     @property
-    def summary(self) -> tuple[Label, list[Sizes], dict[str, Whole], tuple[float, ...]]:
+    def summary(self) -> tuple[Label, list[Sizes], dict[str, Whole], tuple[object, ...]]:
         """What others must know of it."""
         return self.label, self.held.sizes, self.whole, tuple(self.kept)
 
