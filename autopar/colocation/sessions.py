@@ -9,9 +9,9 @@ host      the devices that a model runs on at a time, such as one, or two with t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Protocol
 
 from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh, checked
@@ -99,10 +99,19 @@ def host_of(mesh: Mesh | str, price: float | None = None, available: int | None 
     return HostKind(str(mesh), found.num_devices, capacity, whole, available)
 
 
+class StepsCurve(Protocol):
+    """A curve of a decoder's steps by batch, such as `autopar.serving.LatencyCurve`."""
+
+    @property
+    def points(self) -> Sequence[Any]:
+        """Dataclasses, with the fields of curve.json."""
+
+
 def request_curve(
-    points: Iterable[Mapping[str, Any]], prompt_length: int | None = None, new_tokens: int = 0
+    steps: StepsCurve | Iterable[Mapping[str, Any]], prompt_length: int | None = None, new_tokens: int = 0
 ) -> BatchCurve:
-    """The curve of requests to a decoder, from that of its steps as `autopar.serving` writes it (curve.json).
+    """The curve of requests to a decoder, from that of its steps: a `ServedProgram`'s curve, or what its curve.json
+    holds.
 
     A batch of prompts is filled in steps, in chunks of the longest that there is, the first token comes with the last
     of these, and each further one takes a decode step of the whole batch. prompt_length: None where the cache holds it
@@ -112,13 +121,14 @@ def request_curve(
     if not new_tokens and prompt_length is None:
         raise PlanError("expected a prompt_length, new_tokens, or both, found neither")
     found = list[BatchPoint]()
+    points: Iterable[Mapping[str, Any]] = steps if isinstance(steps, Iterable) else map(asdict, steps.points)
     for point in points:
         if point.get("decode") is not None:
             prefill = {int(length): _upper_ns(step) for length, step in point["prefill"].items()}
             filled = 0 if prompt_length is None else _filled_ns(prefill, prompt_length)
-            steps = new_tokens if prompt_length is None else max(0, new_tokens - 1)
+            count = new_tokens if prompt_length is None else max(0, new_tokens - 1)
             found.append(
-                BatchPoint(point["batch"], filled + steps * _upper_ns(point["decode"]), point["peak_bytes"])
+                BatchPoint(point["batch"], filled + count * _upper_ns(point["decode"]), point["peak_bytes"])
             )  # fmt: skip
     return BatchCurve(tuple(found))
 

@@ -317,7 +317,10 @@ def main(options: argparse.Namespace) -> None:
                 print(kept(elastic), flush=True)
         due = watch.after(step + 1, options.steps)
         if due.save:
+            began = time.perf_counter()
             rt.save_checkpoint(options.checkpoints, rank, optimizer, step=step + 1, extra=extra)
+            if elastic is not None:
+                elastic.saved_s = time.perf_counter() - began
         if due.stop:
             break
         began = time.perf_counter()

@@ -98,7 +98,7 @@ def save_elastic(
         price = mirror_price(rung)
         rows.append(
             {"ranks": rung.devices, "mesh": str(rung.mesh), "program": f"rungs/{rung.name}/program.py",
-             "predicted_s": rung.step_ns / 1e9, "kept_bytes": price.kept_bytes,
+             "predicted_s": rung.step_ns / 1e9, "written_s": _written_s(ladder, rung), "kept_bytes": price.kept_bytes,
              "mirrored_bytes": price.sent_bytes, "mirror_s": price.seconds}
         )  # fmt: skip
     data = {
@@ -127,6 +127,12 @@ def _rungs(ladder: Ladder) -> list[Rung]:
             f"{' and '.join(map(str, sorted(sizes)))}; name meshes as NODESxDEVICES, such as h100:4x8 and h100:3x8"
         )
     return rungs
+
+
+def _written_s(ladder: Ladder, rung: Rung) -> float:
+    """What a checkpoint takes, of which each node writes its share."""
+    assert rung.layout is not None, "it has a plan"
+    return rung.layout.num_bytes / (rung.mesh.nodes * ladder.store.write_bytes_s)
 
 
 def _wire_bytes_s(rung: Rung) -> float:

@@ -43,8 +43,9 @@ _DIGITS = 2  # of how many times slower: profiles of nodes that are about as slo
 
 @dataclass(frozen=True)
 class StragglerReport:
-    """By node, how many times longer it takes than the median of all; 1.0 of those that are not slow. step_s: the
-    median of what a step took. steps: how many were looked at."""
+    """By node, how many times longer it takes than the median of all, of an even number the lower of both in the
+    middle: of two nodes, than the other. 1.0 of those that are not slow. step_s: the median of what a step took. steps:
+    how many were looked at."""
 
     times: tuple[float, ...]
     step_s: float
@@ -109,11 +110,11 @@ def slowness(own: Sequence[Sequence[float]], steps: Sequence[float], ranks_per_n
         [max(row[at : at + ranks_per_node]) for at in range(0, len(row), ranks_per_node)] for row in own[-WINDOW:]
     ]
     nodes = range(len(window[0]))
-    typical = statistics.median(statistics.median(row[node] for row in window) for node in nodes)
+    typical = statistics.median_low(statistics.median(row[node] for row in window) for node in nodes)
     found = []
     for node in nodes:
         times = statistics.median(row[node] for row in window) / typical
-        longer = sum(row[node] > LEAST * statistics.median(row) for row in window)
+        longer = sum(row[node] > LEAST * statistics.median_low(row) for row in window)
         is_slow = times > LEAST and longer >= STEADY * len(window)
         found.append(round(times, _DIGITS) if is_slow else 1.0)
     return StragglerReport(tuple(found), statistics.median(steps[-WINDOW:]), len(window))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.ir.placement import Axis, Placement, R, S
+from autopar.ir.graph import Node
+from autopar.ir.placement import Axis, Placement, R, S, Shape
 from autopar.ops import saved, work, workspace
-from autopar.ops.call import Call
+from autopar.ops.call import Call, argument
 from autopar.ops.local import LocalCall, tuple_of
 from autopar.ops.notation import AxisRule
 from autopar.ops.operator import Operator
@@ -67,22 +69,54 @@ def heads_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, .
 
 
 def _local(local: LocalCall) -> str | None:
-    """On what `heads_on_rank` names, which are as many heads of keys as of queries."""
+    """On what `heads_on_rank` names, which are as many heads of keys as of queries. One query of grouped heads is the
+    runtime's own: heads are read once, by any kernel, under any mask."""
+    if is_one_query(local.call.node, [local.call.shape(position) for position in range(2)]):
+        return _one_query(local)
     names, node = heads_on_rank(local), local.call.node
     kwargs = tuple((name, value) for name, value in node.kwargs if name != "enable_gqa")
     return local.plain(names, replace(node, args=node.args[:7], kwargs=kwargs)) if names else None
+
+
+def is_one_query(node: Node, shapes: Sequence[Shape]) -> bool:
+    """Whether each sequence has one query, whose heads share those of keys. shapes: of queries and of keys."""
+    query, key = shapes[:2]
+    is_grouped = bool(dict(node.kwargs).get("enable_gqa")) and len(query) == 4 and query[1] > key[1]
+    is_plain = not argument(node, 5, "is_causal", False) and float(argument(node, 4, "dropout_p", 0.0)) == 0.0
+    return is_grouped and query[2] == 1 and is_plain
+
+
+def _one_query(local: LocalCall) -> str:
+    axes, heads = _alone(local), ""
+    if axes:
+        count, group = _groups(local)
+        heads = f", heads=({count}, {group}, {tuple_of([axis.name for axis in axes])})"
+    names = [*local.names[:3], local.variable("attn_mask")]
+    return f"rt.one_query_attention({', '.join(names)}, scale={dict(local.call.arguments)['scale']!r}{heads})"
+
+
+def _alone(local: LocalCall) -> list[Axis]:
+    """The axes that split the heads of queries and not those of keys."""
+    head = len(local.call.shape(0)) - 3
+    query, key = local.placements[:2]
+    return [axis for axis, q, k in zip(local.axes, query, key, strict=True) if q == S(head) != k]
+
+
+def _groups(local: LocalCall) -> tuple[int, int]:
+    """How many query heads there are on the ranks that split them alone, and how many share one of keys."""
+    call, head = local.call, len(local.call.shape(0)) - 3
+    together = math.prod(axis.size for axis, k in zip(local.axes, local.placements[1], strict=True) if k == S(head))
+    return call.shape(0)[head] // together, call.shape(0)[head] // call.shape(1)[head]
 
 
 def heads_on_rank(local: LocalCall) -> list[str] | None:
     """Where query heads are split further than those of keys and values: the operands with one key and one value head
     for each query head, which each rank takes out of the whole."""
     call, head = local.call, len(local.call.shape(0)) - 3
-    query, key = local.placements[:2]
-    axes = [axis for axis, q, k in zip(local.axes, query, key, strict=True) if q == S(head) != k]
+    axes = _alone(local)
     if not axes or call.shape(1)[head] == 1:
         return None
-    together = math.prod(axis.size for axis, k in zip(local.axes, key, strict=True) if k == S(head))
-    count, group = call.shape(0)[head] // together, call.shape(0)[head] // call.shape(1)[head]
+    count, group = _groups(local)
     where = f"{head}, {count}, {group}, {tuple_of([axis.name for axis in axes])}"
     return [local.names[0], *(f"rt.heads_of({name}, {where})" for name in local.names[1:3]), *local.names[3:]]
 

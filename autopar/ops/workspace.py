@@ -139,7 +139,10 @@ def _scores(sizes: Sizes) -> Workspace:
     if sizes.operands[2][-1] != sizes.operands[1][-1]:  # by hand: all scores, and backward their gradients
         every = width * math.prod(query[:-1]) * sizes.operands[1][-2]
         return 2 * every, 3 * every
-    rows = min(query[-2], next(count for least, count in ((768, 256), (192, 64), (0, 32)) if query[-2] >= least))
+    queries = query[-2]
+    if queries == 1 and len(query) == 4:  # as the heads of one group are computed (`rt.one_query_attention`)
+        queries = max(1, query[1] // sizes.operands[1][1])
+    rows = min(queries, next(count for least, count in ((768, 256), (192, 64), (0, 32)) if queries >= least))
     scores = rows * min(512, sizes.operands[1][-2])
     return width * (scores + rows * (2 + query[-1])), width * (2 * scores + rows)
 

@@ -128,11 +128,13 @@ class Local:
         """Keeps what forward has set; copied where it is memory of what is stored or used, which changes first, or a
         part of something larger. What was written in place is stored already."""
         for attribute, value in holder.pending_updates.items():
-            if value is self._targets[holder, attribute].local:
+            target = self._targets[holder, attribute]
+            if value.is_set_to(target.local):
+                target.drop_update()
                 continue
             memory = value.untyped_storage()
             is_own = memory._cdata in self._own_memory or memory.nbytes() > value.numel() * value.element_size()
-            self._targets[holder, attribute].take_update(value.clone() if is_own else value)
+            target.take_update(value.clone() if is_own else value)
         holder.pending_updates.clear()
 
     def backward(self, index: int, run: Callable[[], None]) -> None:

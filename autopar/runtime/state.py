@@ -57,6 +57,10 @@ class StoredBuffer:
         """Keeps what forward has set; what is stored stays as it is until the step ends."""
         self.latest = value
 
+    def drop_update(self) -> None:
+        """Forgets what forward has set: what is stored is what it set last."""
+        self.latest = None
+
     def commit_update(self) -> None:
         """At the end of a step: stores what forward has set, if it did."""
         if self.latest is not None:

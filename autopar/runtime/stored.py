@@ -104,6 +104,10 @@ class StoredParameter:
             value = value[local_slices(self.declared.shape, self.types, self.mesh.axes)]
         self._latest = value.to(self.declared.dtype)
 
+    def drop_update(self) -> None:
+        """Forgets what forward has made of the parameter: what is stored is what it set last."""
+        self._latest = None
+
     def commit_update(self) -> None:
         """At the end of a step: stores what forward has made of the parameter, if it did."""
         if self._latest is not None:

@@ -8,7 +8,6 @@ hold their bounds (`curve.LatencyCurve.largest`), in the layout whose decode ste
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -131,8 +130,9 @@ def _layouts(mesh: Mesh, model: nn.Module, wanted: tuple[int | None, ...], ep: i
         raise MeshError(f"expected dp × tp × pp = {count} devices of {mesh}, found {told}")
     if None not in wanted or len(found) == 1:
         return found
-    heads, layers = math.gcd(config.num_key_value_heads, config.num_attention_heads), config.num_hidden_layers
-    fits = [one for one in found if heads % one.tp == 0 and one.pp <= layers and one.dp % ep == 0]
+    heads, kept, layers = config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers
+    splits = {tp for tp in factors if heads % tp == 0 and (kept % tp == 0 or tp % kept == 0)}
+    fits = [one for one in found if one.tp in splits and one.pp <= layers and one.dp % ep == 0]
     return fits or found
 
 

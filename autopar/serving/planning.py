@@ -21,6 +21,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.serving.cached import CACHE, CachedDecoder, checked_config
 from autopar.serving.curve import BatchLatency, StepLatency
+from autopar.substitute.heads import with_grouped_heads
 from autopar.trace import find_blocks, held_against_eager, trace
 
 NOT_CHECKED = "no, check=False was asked for"
@@ -109,7 +110,7 @@ def traced_steps(
     device = next(iter(model.parameters())).device
     for steps in (1, *prompt_lengths):
         inputs = example(batch, steps, device)
-        graph = trace(decoder, inputs, mode="inference")
+        graph = with_grouped_heads(trace(decoder, inputs, mode="inference"))
         told = held_against_eager(decoder, graph, inputs, None, None) if check else NOT_CHECKED
         found[steps] = StepGraph(graph, told)
     return found
@@ -122,7 +123,8 @@ def planned_steps(
 ) -> Steps:  # fmt: skip
     """Plans of all steps in a layout. Raises PlanError and MeshError for one that the model does not go with, and
     InfeasibleError where the cache and the weights do not fit."""
-    first, rules = traced[1].graph, [*_of_cache(layout), *constraints]
+    first, kept = traced[1].graph, int(checked_config(model).num_key_value_heads)
+    rules = [*_of_cache(layout, kept), *constraints]
     check_layout(model, first, layout)
     sizes = _blocks_by_stage(first, layout.pp)
 
@@ -148,10 +150,11 @@ def check_layout(model: nn.Module, graph: Graph, layout: ServedLayout) -> None:
     batch = graph.tensors[graph.inputs[0]].shape[0]
     if heads % layout.tp:
         raise PlanError(f"expected tp that divides {heads} attention heads, found tp={layout.tp}; take a divisor")
-    if kept % layout.tp:
+    if kept % layout.tp and layout.tp % kept:
         raise PlanError(
-            f"expected tp that divides {kept} key/value heads, of which each rank caches its own, found tp={layout.tp}"
-            f"; take tp={_divisor(kept, layout.tp)} with more of dp or pp"
+            f"expected tp that divides {kept} key/value heads, of which each rank caches its own, or a multiple of "
+            f"them, where each rank caches all, found tp={layout.tp}; take tp={_divisor(kept, layout.tp)} with more of "
+            "dp or pp"
         )
     if layout.dp % layout.ep:
         raise PlanError(f"expected ep that divides dp={layout.dp}, found ep={layout.ep}; take a divisor")
@@ -163,9 +166,11 @@ def _divisor(count: int, most: int) -> int:
     return next(size for size in range(min(count, most), 0, -1) if count % size == 0)
 
 
-def _of_cache(layout: ServedLayout) -> list[Constraint]:
-    """Each rank of tp caches the heads that it computes; over dp, a template has sequences cached where they are."""
-    return [Constraint(f"{CACHE}.*", ("S(1)",), what="stored", axis="tp")] if layout.tp > 1 else []
+def _of_cache(layout: ServedLayout, heads: int) -> list[Constraint]:
+    """Each rank of tp caches the heads that it computes, or all of them where they are fewer than ranks, of which each
+    reads the one that its queries share; over dp, a template has sequences cached where they are."""
+    type_ = "S(1)" if heads % layout.tp == 0 else "R"
+    return [Constraint(f"{CACHE}.*", (type_,), what="stored", axis="tp")] if layout.tp > 1 else []
 
 
 def _storing_as(graph: Graph, plan: Plan) -> list[Constraint]:

@@ -18,6 +18,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Node, Ref, Tensor, map_references, needed, references, with_nodes
 from autopar.ops.call import Call, call_of
 from autopar.ops.context import CONTEXT_ATTENTION, TORCH_ATTENTION, as_torch, may_split
+from autopar.substitute.heads import RESHAPES, unrepeated_heads
 
 RULE = "split-sequence"
 RING_RULE = "ring-attention"
@@ -26,7 +27,6 @@ RING_STATEMENT = "attention => the same; split by positions, keys and values pas
 GATHER_RULE = "gathered-attention"
 GATHER_STATEMENT = "attention in a ring => the same; split by positions, keys and values are gathered"
 _LOSS = "aten.cross_entropy_loss.default"
-_RESHAPES = ("aten.reshape.default", "aten.view.default")
 
 
 def over_sequences(graph: Graph) -> tuple[str, ...]:
@@ -113,34 +113,14 @@ def _is_positional(node: Node) -> bool:
 
 def _attention(graph: Graph, node: Node) -> Node:
     """The call with its number of keys, on heads that are not repeated."""
-    query, key, value = node.operands[:3]
-    plain = [_unrepeated(graph, name) for name in (key, value)]
-    names, kwargs = node.operands, dict(node.kwargs)
-    if plain[0] and plain[1] and not kwargs.get("enable_gqa"):
-        shapes = [graph.tensors[name].shape for name in plain if name]
-        if shapes[0][:-1] == shapes[1][:-1]:
-            names, kwargs = (query, plain[0], plain[1], *node.operands[3:]), {**kwargs, "enable_gqa": True}
+    query, key = node.operands[:2]
+    names, kwargs, heads = node.operands, dict(node.kwargs), unrepeated_heads(graph, node)
+    if heads is not None:
+        names, kwargs = (query, *heads, *node.operands[3:]), {**kwargs, "enable_gqa": True}
     given = iter(names)
     args = map_references(node.args, lambda _: Ref(next(given)))
     length = graph.tensors[key].shape[-2]
     return replace(node, op=CONTEXT_ATTENTION, args=args, kwargs=tuple({**kwargs, "length": length}.items()))
-
-
-def _unrepeated(graph: Graph, name: str) -> str | None:
-    """The heads (batch, heads, …) that are repeated for neighbours: reshape(expand(unsqueeze(heads, 2)))."""
-    chain = list[Node]()
-    for ops in (_RESHAPES, ("aten.expand.default",), ("aten.unsqueeze.default",)):
-        node = graph.producers.get(name)
-        if node is None or node.op not in ops:
-            return None
-        chain.append(node)
-        name = node.operands[0]
-    heads, grouped, made = graph.tensors[name].shape, chain[1].results[0], chain[0].results[0]
-    if len(heads) != 4 or graph.tensors[chain[2].results[0]].shape != (*heads[:2], 1, *heads[2:]):
-        return None
-    group = graph.tensors[grouped].shape[2]
-    is_repeat = graph.tensors[grouped].shape == (*heads[:2], group, *heads[2:])
-    return name if is_repeat and graph.tensors[made].shape == (heads[0], heads[1] * group, *heads[2:]) else None
 
 
 # Losses ----------------------------------------
@@ -161,7 +141,7 @@ def _is_loss(graph: Graph, node: Node) -> bool:
 def _reshaped(call: Call) -> tuple[str, str] | None:
     """What logits and targets are reshaped from."""
     made = [call.graph.producers.get(name) for name in call.node.operands[:2]]
-    if any(node is None or node.op not in _RESHAPES for node in made):
+    if any(node is None or node.op not in RESHAPES for node in made):
         return None
     logits, targets = (node.operands[0] for node in made if node is not None)
     return logits, targets

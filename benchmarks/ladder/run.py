@@ -1,10 +1,12 @@
 """A ladder of Llama-3-8B beside searches of its rungs by themselves: processor time, and how much slower its plans are.
 
-    python -m benchmarks.ladder.run --kind h100 [--own all|few|none | --rungs 8:384 …] [--counts 8 …] [--batches 384 …]
+    python -m benchmarks.ladder.run --kind h100 a100 [--own all|few|none | --rungs 8:384 …] [--counts 8 …] [--again]
 
-The ladder is made from the model on; each search of its own too, as a user would call `parallelize(search="fast")`,
-without emitting. Processor time of this process; the ladder is made before these searches and once more after them, so
-that both are timed under the same load. Written to results.json and results.md, a kind as soon as it is there.
+Interleaved: as soon as the ladder has a rung, the rung's own search runs in a process of its own (`benchmarks.ladder.
+alone`), which begins from nothing, as a user's would; both are processor time, so both are timed in the same minutes.
+What is searched beside is said before anything runs. Written to results.json and results.md after each search. A run
+that was cut off is taken up again: searches of the same sources and cost profile are not run twice, except those of
+the fewest devices, which take longest and which the ladder's time is held against; --again runs all.
 """
 
 from __future__ import annotations
@@ -12,22 +14,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import autopar
 from autopar.errors import AutoparError
 from autopar.ladders import Ladder, Rung
 from autopar.ladders.forms import Observed, fitted
+from autopar.ladders.making import ladder, sorted_meshes
 from autopar.ladders.text import outline_text
-from autopar.pipeline import planned_jointly
-from autopar.request import BUDGETS, Request
-from autopar.trace import trace
 from benchmarks.facts import facts, profile_told, write_record
-from models import llama
+from benchmarks.ladder.alone import mesh, model_and_inputs
 
 FILE = Path(__file__).with_name("results")
 COUNTS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
@@ -37,57 +37,65 @@ FEW = (
     (512, 384), (512, 1536),
 )  # fmt: skip
 """The ends of the ladder, sizes that are no power of two, and rungs in between."""
-Alone = tuple[autopar.Plan | None, float, str]
+Point = tuple[int, int]
+"""Devices, and global batch."""
 
 
-def model_and_inputs(batch: int) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Llama-3-8B in bfloat16, without weights."""
-    config = llama.llama3_8b()
-    with torch.device("meta"):
-        model = llama.build(config).to(torch.bfloat16)
-    tokens = torch.empty((batch, config.seq_len), dtype=torch.long, device="meta")
-    return model, {"tokens": tokens, "labels": tokens}
+def tree() -> str:
+    """Of the compiler's sources as they are committed; figures change with it."""
+    asked = ["git", "rev-parse", "--short", "HEAD:autopar"]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def mesh(kind: str, devices: int) -> autopar.Mesh:
-    return autopar.Mesh(kind, nodes=devices // 8, devices_per_node=8)
+def alone(kind: str, point: Point) -> dict[str, Any]:
+    """What a search of its own finds, and its processor time."""
+    asked = [sys.executable, "-m", "benchmarks.ladder.alone", kind, *map(str, point)]
+    found: dict[str, Any] = json.loads(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
+    return {"devices": point[0], "batch": point[1], **found, "tree": tree()}
 
 
-def made(kind: str, counts: tuple[int, ...], batches: tuple[int, ...]) -> tuple[Ladder, float]:
-    """The ladder, and what it took."""
-    began = time.process_time()
-    model, inputs = model_and_inputs(max(batches))
-    found = autopar.ladder(
-        model, inputs, [mesh(kind, n) for n in counts], global_batches=batches, check=False, progress=print
-    )  # fmt: skip
-    return found, time.process_time() - began
-
-
-def alone(kind: str, devices: int, batch: int) -> Alone:
-    """A search of its own: the plan (None where nothing fits), processor seconds, and the plan in words."""
-    began = time.process_time()
-    graph = trace(*model_and_inputs(batch))
-    try:
-        plan = planned_jointly(graph, Request(mesh(kind, devices), "train", "adamw", None, (), BUDGETS["fast"]))[1]
-    except AutoparError as error:
-        return None, time.process_time() - began, str(error)
-    return plan, time.process_time() - began, outline_text(plan)
-
-
-def _steps(ladder: Ladder) -> list[int]:
-    return [rung.step_ns if rung.fits else 0 for rung in ladder.rungs]
-
-
-def row(rung: Rung, own: Alone | None) -> dict[str, Any]:
+def row(rung: Rung) -> dict[str, Any]:
+    """A rung as data."""
     found: dict[str, Any] = {"devices": rung.devices, "batch": rung.global_batch, "refusal": rung.refusal}
     if rung.plan is not None:
         found |= {"step_ns": rung.step_ns, "plan": outline_text(rung.plan), "how": rung.how}
         found |= {"fits": rung.plan.predicted.fits_probability}
-    if own is not None:
-        told = None if own[0] is None else own[0].predicted
-        found |= {"own_ns": told and told.step_time_ns, "own_fits": told and told.fits_probability}
-        found |= {"own_processor_s": round(own[1], 1), "own_plan": own[2]}
     return found
+
+
+class Interleaved:
+    """A kind's ladder, rung by rung, and the searches beside it."""
+
+    def __init__(self, kind: str, points: Iterable[Point], beside: set[Point], kinds: dict[str, Any]) -> None:
+        self.kind, self.kinds, self.spent_s = kind, kinds, 0.0
+        points = list(points)
+        self.batches = sorted({batch for _, batch in points})
+        meshes = sorted_meshes(mesh(kind, devices) for devices, _ in points)
+        self.meshes = meshes
+        # The order in which `autopar.ladder` makes rungs.
+        self._left = [(one.num_devices, batch) for one in meshes for batch in reversed(self.batches)]
+        self._beside = beside
+
+    def made(self) -> Ladder:
+        """The ladder; `spent_s` is its processor time, without that of the searches."""
+        began = time.process_time()
+        model, inputs = model_and_inputs(max(self.batches))
+        found = ladder(
+            model, inputs, self.meshes, global_batches=self.batches, check=False, progress=self._rung_is_made
+        )
+        self.spent_s = time.process_time() - began
+        return found
+
+    def _rung_is_made(self, line: str) -> None:
+        print(line, flush=True)
+        point = self._left.pop(0)
+        if point not in self._beside:
+            return
+        own = alone(self.kind, point)
+        print(f"  by itself: {own}", flush=True)
+        every = [one for one in self.kinds[self.kind]["own"] if (one["devices"], one["batch"]) != point]
+        self.kinds[self.kind]["own"] = sorted([*every, own], key=lambda one: (one["batch"], one["devices"]))
+        write_record(FILE, facts("benchmarks.ladder.run"), {"kinds": self.kinds}, text(self.kinds))
 
 
 def _off(rows: list[dict[str, Any]]) -> str:
@@ -99,75 +107,90 @@ def _off(rows: list[dict[str, Any]]) -> str:
     return ", ".join(f"{mean:.1%} in the mean and {most:.1%} at most ({form})" for form, (mean, most) in errors.items())
 
 
+def _pairs(one: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each rung with its own search; empty where there is none."""
+    own = {(found["devices"], found["batch"]): found for found in one["own"]}
+    return [(r, own.get((r["devices"], r["batch"]), {})) for r in one["rows"]]
+
+
+def _summary(kind: str, one: dict[str, Any]) -> str:
+    """In a paragraph."""
+    pairs, times = _pairs(one), [own["processor_s"] for own in one["own"]]
+    said = f"**{kind}** ({one['profile']}, {one['command']}, {one['date']}, {one['machine'].rpartition(', ')[2]}): "
+    said += f"{len(pairs)} rungs in {one['processor_s']:.1f} s of processor time"
+    if times:
+        said += f", interleaved with {len(times)} searches of their own, of which the largest took {max(times):.1f} s: "
+        said += f"ratio {one['processor_s'] / max(times):.2f}; all of these {sum(times):.0f} s"
+    ratios = [r["step_ns"] / own["own_ns"] for r, own in pairs if r.get("step_ns") and own.get("own_ns")]
+    if ratios:
+        said += f". Step of the ladder's plan over that of its own search: mean {statistics.mean(ratios):.4f}, "
+        said += f"worst {max(ratios):.4f}, best {min(ratios):.4f}, above 1.01 in "
+        said += f"{sum(ratio > 1.01 for ratio in ratios)} of {len(ratios)}"
+    return f"{said}. Forms that schedulers read, off by {_off(one['rows'])} of a rung's step"
+
+
 def text(kinds: dict[str, Any]) -> str:
+    """For people: kinds that are whole."""
     said = list[str]()
     for kind, one in kinds.items():
-        rows = one["rows"]
-        ratios = [r["step_ns"] / r["own_ns"] for r in rows if r.get("step_ns") and r.get("own_ns")]
-        times = [r["own_processor_s"] for r in rows if "own_processor_s" in r]
-        said.append(f"**{kind}** ({one['profile']}, {one['command']}, {one['date']}): {len(rows)} rungs in "
-                    f"{one['processor_s']:.1f} s of processor time")  # fmt: skip
-        if one.get("again_s"):
-            said[-1] += f" ({one['again_s']:.1f} s when made again after the searches beside it)"
-        if times:
-            most, fewest = max(one["processor_s"], one.get("again_s", 0.0)), min(r["devices"] for r in rows)
-            has_largest = any("own_ns" in r for r in rows if r["devices"] == fewest)
-            unknown = f"of which none on {fewest} devices, where they take longest"
-            said[-1] += f"; the largest of {len(times)} searches of their own {max(times):.1f} s, "
-            said[-1] += f"ratio {most / max(times):.2f}" if has_largest else unknown
-            said[-1] += f"; all of these {sum(times):.0f} s"
-        if ratios:
-            said[-1] += f". Step of the ladder's plan over that of its own search: mean {statistics.mean(ratios):.4f}, "
-            said[-1] += f"worst {max(ratios):.4f}, best {min(ratios):.4f}, above 1.01 in "
-            said[-1] += f"{sum(ratio > 1.01 for ratio in ratios)} of {len(ratios)}"
-        said[-1] += f". {one['note']}" if "note" in one else ""
-        said[-1] += f". Forms that schedulers read, off by {_off(rows)} of a rung's step"
-        said += ["", "| devices | batch | step (s) | plan | own search (s) | ratio | own plan | processor s |"]
-        said.append("|---" * 8 + "|")
-        for r in rows:
-            step, own = r.get("step_ns"), r.get("own_ns")
+        if not one["rows"]:
+            continue
+        said += [_summary(kind, one), "", "| devices | batch | step (s) | plan | own search (s) | ratio | own plan | "
+                 "processor s |", "|---" * 8 + "|"]  # fmt: skip
+        for r, own in _pairs(one):
+            step, own_ns = r.get("step_ns"), own.get("own_ns")
             said.append(
                 f"| {r['devices']} | {r['batch']} | {step / 1e9 if step else 0:.3f} | {r.get('plan', r['refusal'])} | "
-                f"{f'{own / 1e9:.3f}' if own else ''} | {f'{step / own:.4f}' if step and own else ''} | "
-                f"{r.get('own_plan', '')} | {r.get('own_processor_s', '')} |"
+                f"{f'{own_ns / 1e9:.3f}' if own_ns else ''} | {f'{step / own_ns:.4f}' if step and own_ns else ''} | "
+                f"{own.get('own_plan', '')} | {own.get('processor_s', '')} |"
             )
         said.append("")
     return "\n".join(said)
 
 
-def _rung_of(text: str) -> tuple[int, int]:
+def measured(kind: str, options: argparse.Namespace, kinds: dict[str, Any]) -> None:
+    """Makes a kind's ladder with the searches beside it, and writes both."""
+    points = [(devices, batch) for devices in options.counts for batch in options.batches]
+    wanted = set(options.rungs or {"all": points, "few": FEW, "none": ()}[options.own]) & set(points)
+    profile, before = profile_told(kind), kinds.get(kind, {})
+    kept = [
+        own for own in before.get("own", ())
+        if (own["devices"], own["batch"]) in wanted and own["tree"] == tree() and before["profile"] == profile
+        and own["devices"] > min(options.counts) and not options.again
+    ]  # fmt: skip
+    kinds[kind] = {**facts("benchmarks.ladder.run"), "profile": profile, "own": kept, "rows": []}
+    beside = wanted - {(own["devices"], own["batch"]) for own in kept}
+    print(f"{kind}: {len(points)} rungs, {len(beside)} to be searched beside, {len(kept)} known", flush=True)
+    interleaved = Interleaved(kind, points, beside, kinds)
+    found = interleaved.made()
+    kinds[kind] |= {"processor_s": round(interleaved.spent_s, 1), "rows": [row(rung) for rung in found.rungs]}
+    write_record(FILE, facts("benchmarks.ladder.run"), {"kinds": kinds}, text(kinds))
+    print(_summary(kind, kinds[kind]), flush=True)
+
+
+def _point_of(text: str) -> Point:
     devices, _, batch = text.partition(":")
     return int(devices), int(batch)
 
 
 def main() -> None:
-    """Measures one kind."""
+    """Measures one kind after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", default="h100")
+    parser.add_argument("--kind", nargs="+", default=["h100"])
     parser.add_argument("--own", choices=("all", "few", "none"), default="few")
     parser.add_argument("--counts", type=int, nargs="+", default=COUNTS)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    parser.add_argument("--rungs", type=_rung_of, nargs="+", help="devices:batch of those that are searched beside")
+    parser.add_argument("--rungs", type=_point_of, nargs="+", help="devices:batch of those that are searched beside")
+    parser.add_argument("--again", action="store_true", help="runs searches again that are known")
     options = parser.parse_args()
-    ladder, spent = made(options.kind, tuple(options.counts), tuple(options.batches))
-    print(ladder)
     place = FILE.with_suffix(".json")
-    kinds = json.loads(place.read_text())["kinds"] if place.exists() else {}
-    rows = [row(rung, None) for rung in ladder.rungs]
-    told = facts("benchmarks.ladder.run")
-    kinds[options.kind] = {**told, "profile": profile_told(options.kind), "processor_s": round(spent, 1), "rows": rows}
-    every = {(rung.devices, rung.global_batch) for rung in ladder.rungs}
-    wanted = every & set(options.rungs or {"all": every, "few": FEW, "none": ()}[options.own])
-    for number, rung in enumerate(ladder.rungs):
-        if (rung.devices, rung.global_batch) in wanted:
-            rows[number] = row(rung, alone(options.kind, rung.devices, rung.global_batch))
-            print(rows[number], flush=True)
-            write_record(FILE, told, {"kinds": kinds}, text(kinds))
-    if wanted:
-        again, spent = made(options.kind, tuple(options.counts), tuple(options.batches))
-        assert _steps(again) == _steps(ladder), "expected the same ladder again"
-        kinds[options.kind]["again_s"] = round(spent, 1)
-    write_record(FILE, told, {"kinds": kinds}, text(kinds))
+    known = json.loads(place.read_text())["kinds"] if place.exists() else {}
+    kinds = {kind: one for kind, one in known.items() if "own" in one}  # others are of runs that were not interleaved
+    for kind in options.kind:
+        try:
+            measured(kind, options, kinds)
+        except AutoparError as error:
+            print(f"{kind}: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

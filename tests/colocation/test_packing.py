@@ -8,6 +8,7 @@ import pytest
 
 from autopar.colocation import BatchCurve, BatchPoint, HostKind, ServingSession, host_of, pack, request_curve
 from autopar.errors import PlanError
+from autopar.serving import BatchLatency, LatencyCurve, StepLatency
 from tests.colocation import reference
 
 MS, GB = 10**6, 10**9
@@ -145,6 +146,8 @@ def test_curves_of_decoders() -> None:
     assert request_curve(points, 700, 4).points == (BatchPoint(1, 160 + 3 * 12, 5),)
     assert request_curve(points, None, 4).points == (BatchPoint(1, 48, 5),)
     assert request_curve(points, 1024).points == (BatchPoint(1, 200, 5),)
+    steps = BatchLatency(1, StepLatency(10, (9, 12)), {1: StepLatency(7)}, 5)
+    assert request_curve(LatencyCurve((steps,)), None, 4) == request_curve(points, None, 4)
     with pytest.raises(PlanError, match="found neither"):
         request_curve(points)
 

@@ -21,8 +21,9 @@ from autopar.ladders.elastic import Rendezvous, mirror_price, save_elastic
 from autopar.ladders.layouts import layout_of
 from autopar.pipeline import traced
 from autopar.runtime.elastic.held import HeldState, lacking
-from autopar.runtime.elastic.joining import read_steps, rung_for, store_of_round
+from autopar.runtime.elastic.joining import ElasticRung, ElasticSteps, read_steps, rung_for, store_of_round
 from autopar.runtime.elastic.snapshots import KeptNote, Snapshots, StepSnapshot
+from autopar.runtime.elastic.training import Elastic, Resumed
 from autopar.runtime.errors import ProgramError, WorldError
 from models import mlp
 from tests.ladder.nodes import Nodes
@@ -166,14 +167,31 @@ def test_a_rank_without_room_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     snapshots = Snapshots(tmp_path)
     assert not list(tmp_path.iterdir())
     held = HeldState({("model.weight", (0,)): torch.zeros(10)}, {"model.weight": ((10,), "float32")})
+    note = KeptNote(0.0, 1, ((1, 2.0), (4, 9.0)), 0.5)
     for step in (1, 2):
-        snapshots.write(0, StepSnapshot((1, step), held, held.whole, KeptNote(0.0, 1, 0.0)))
+        snapshots.write(0, StepSnapshot((1, step), held, held.whole, note))
     snapshots.drop_before((1, 2))
     (found,) = snapshots.read(0, 1)
+    assert found.kept == note and [note.start_s(count) for count in (1, 2, 3, 4)] == [2.0, 2.0, 9.0, 9.0]
     assert found.label == (1, 2) and torch.equal(found.held.pieces["model.weight", (0,)], torch.zeros(10))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 61, 39))  # type: ignore[attr-defined]
     with pytest.raises(ProgramError, match=r"40 bytes that a rank keeps.*found 39"):
-        snapshots.write(0, StepSnapshot((1, 3), held, held.whole, KeptNote(0.0, 1, 0.0)))
+        snapshots.write(0, StepSnapshot((1, 3), held, held.whole, KeptNote(0.0, 1)))
+
+
+def test_what_a_pause_is_made_of() -> None:
+    """Nodes that come: a checkpoint is written before, as long as the last took, if there was one. A lost node: it is
+    missed first."""
+    rungs = tuple(ElasticRung(count, "", Path(), 1.0, 3.0 / count) for count in (4, 2))
+    elastic = Elastic.__new__(Elastic)
+    elastic.steps = ElasticSteps(rungs, noticed_s=10.0, met_s=5.0, ended_s=3.0, polled_s=1.0, wire_bytes_s=1e9)
+    for size, kept, expected in (
+        (4, KeptNote(0.0, 2, ((2, 7.0), (4, 9.0))), 9.0 + 1.0 + 1.0 + 1.5 + 3.0),
+        (4, KeptNote(0.0, 2, ((2, 7.0),), 0.25), 7.0 + 1.0 + 1.0 + 0.25 + 3.0),
+        (2, KeptNote(0.0, 4, ((4, 9.0),)), 9.0 + 1.0 + 2.0 + 10.0 + 5.0),
+    ):
+        elastic.size, elastic.rung = size, rung_for(rungs, size)
+        assert elastic._predicted_s(Resumed(3, "ranks", 4 * 10**9, 0.0, kept), kept) == pytest.approx(expected)
 
 
 def test_what_is_not_whole_is_missed() -> None:

@@ -155,6 +155,8 @@ def attentions() -> list[Sample]:
         close(op, f(2, 12, 4, 2), f(2, 6, 4, 2), f(2, 6, 4, 2), None, 0.0, False, enable_gqa=True),
         close(op, f(2, 12, 4, 2), f(2, 2, 4, 2), f(2, 2, 4, 2), f(2, 12, 4, 4), 0.0, False, enable_gqa=True),
         close(op, f(2, 4, 4, 2), f(2, 1, 4, 2), f(2, 1, 4, 2), None, 0.0, False, enable_gqa=True),
+        close(op, f(2, 4, 1, 2), f(2, 2, 6, 2), f(2, 2, 6, 2), f(2, 1, 1, 6), enable_gqa=True),
+        close(op, f(2, 12, 1, 2), f(2, 4, 6, 2), f(2, 4, 6, 4), f(2, 12, 1, 6), enable_gqa=True, scale=0.5),
         close(op, f(2, 4, 4, 2), f(1, 4, 4, 2), f(1, 4, 4, 2)),
         close(op, f(2, 4, 4, 2), f(2, 1, 4, 2), f(2, 1, 4, 2)),
     ]

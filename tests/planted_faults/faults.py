@@ -434,7 +434,7 @@ UPDATED = [
     Fault("a parameter's update is lost", STORED, "self.local.copy_(self._latest)", "pass",
           (f"{OF_PARAMETERS} -k normalised",)),
     Fault("it is given to the gathered copy alone", "autopar/runtime/local.py",
-          "self._targets[holder, attribute].take_update(value.clone() if is_own else value)",
+          "target.take_update(value.clone() if is_own else value)",
           "holder.__dict__[attribute] = value",
           (f"{OF_PARAMETERS} -k 'shards and row and zero'",)),
     Fault("it is there before the backward pass", STORED, "self._latest = value.to(self.declared.dtype)",

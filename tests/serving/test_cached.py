@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.emit import emit
 from autopar.errors import InfeasibleError, MeshError, PlanError, TraceError
 from autopar.ops.caches import write_rows
 from autopar.serving.cached import CachedDecoder
 from autopar.serving.held import held_against_decoder
+from autopar.serving.planning import ServedLayout, planned_steps, traced_steps
 from autopar.trace import trace
 from tests.serving.decoders import LENGTH, SIZES, decoder
 
@@ -89,10 +91,14 @@ def test_rows_are_written_in_place_only_where_nothing_reads_what_was_there() -> 
 
 
 def test_layouts_that_do_not_go_with_the_model_are_refused_with_the_remedy() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     model = decoder("llama")
     options: dict[str, Any] = {"max_batch": 4, "max_length": 16, "check": False}
-    with pytest.raises(PlanError, match=r"divides 2 key/value heads.*tp=4; take tp=2"):
-        autopar.serve(model, MESH, tp=4, **options)
+    sizes = SIZES | {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 48}
+    odd = LlamaForCausalLM(LlamaConfig(**sizes))
+    with pytest.raises(PlanError, match=r"divides 4 key/value heads.*tp=6; take tp=4"):
+        autopar.serve(odd, autopar.Mesh("cpu", devices_per_node=6), tp=6, **options)
     with pytest.raises(MeshError, match="expected dp × tp × pp = 4 devices"):
         autopar.serve(model, MESH, dp=1, tp=1, pp=1, **options)
     with pytest.raises(PlanError, match="batch that dp=4 divides, found 3"):
@@ -135,3 +141,14 @@ def test_buffers_that_forward_writes_with_a_gradient_are_put_back() -> None:
     )
     assert plan.checked_against_eager == "yes"
     assert not model.last.requires_grad and not model.last.any()
+
+
+def test_a_decode_step_reads_each_head_of_the_cache_once() -> None:
+    """Four query heads share two of keys: on one rank, on two that cache one each, on four that cache both."""
+    traced = traced_steps(decoder("llama"), 4, 16, (), check=False)
+    for tp, heads in ((1, ""), (2, ""), (4, "heads=(4, 2, (tp,))")):
+        mesh = autopar.Mesh("cpu", devices_per_node=tp)
+        steps = planned_steps(traced, decoder("llama"), mesh, ServedLayout(tp=tp))
+        source = emit(*steps.decode)
+        assert "aten.expand" not in source.split("class LlamaAttention")[1].split("class ")[0]
+        assert "rt.one_query_attention(" in source and heads in source

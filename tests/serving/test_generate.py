@@ -39,6 +39,7 @@ CASES = [
     ("qwen3", ServedLayout(tp=2)),
     ("llama_wide", ServedLayout(tp=4)),
     ("qwen3_wide", ServedLayout(tp=4)),
+    ("llama", ServedLayout(tp=4)),
     ("llama", ServedLayout(dp=2, tp=2)),
     ("qwen3", ServedLayout(dp=2, tp=2)),
     ("llama", ServedLayout(pp=2)),

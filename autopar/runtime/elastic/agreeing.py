@@ -58,5 +58,5 @@ def _holdings(label: Label, own: list[StepSnapshot], every: list[Any], nodes: li
     for one in own:
         if one.label == label:
             held.pieces.update(one.held.pieces)
-    last = max(KeptNote(*kept) for told in these for *_, kept in told)
+    last = max((KeptNote(*kept) for told in these for *_, kept in told), key=lambda kept: kept.at)
     return Holdings(held, sizes, whole, nodes), last

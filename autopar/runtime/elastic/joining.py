@@ -26,12 +26,13 @@ FILE = "elastic.json"
 
 @dataclass(frozen=True, slots=True)
 class ElasticRung:
-    """A program for so many ranks. predicted_s: a step."""
+    """A program for so many ranks. predicted_s: a step. written_s: a checkpoint."""
 
     ranks: int
     name: str
     program: Path
     predicted_s: float
+    written_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,12 @@ def read_steps(folder: Path) -> ElasticSteps:
     try:
         data = json.loads(path.read_text("utf-8"))
         rungs = [
-            ElasticRung(int(row["ranks"]), str(row["mesh"]), folder / str(row["program"]), float(row["predicted_s"]))
+            ElasticRung(
+                int(row["ranks"]), str(row["mesh"]), folder / str(row["program"]), float(row["predicted_s"]),
+                float(row.get("written_s", 0.0)),
+            )
             for row in data["rungs"]
-        ]
+        ]  # fmt: skip
         rest = (float(data[name]) for name in
                 ("noticed_s", "met_s", "ended_s", "polled_s", "wire_bytes_s"))  # fmt: skip
         found = ElasticSteps(tuple(sorted(rungs, key=lambda rung: -rung.ranks)), *rest)

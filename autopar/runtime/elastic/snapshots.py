@@ -23,12 +23,19 @@ Label = tuple[int, int]
 
 
 class KeptNote(NamedTuple):
-    """What is noted with a state. at: seconds since 1970. size: processes that ran then. start_s: what starting them
-    took, to their first step, without what it took to agree and to load."""
+    """What is noted with a state. at: seconds since 1970. size: processes that ran then. starts: by number of
+    processes, what starting so many took last, to their first step, without what it took to agree and to load. saved_s:
+    what the last checkpoint took; None where none was written since."""
 
     at: float
     size: int
-    start_s: float
+    starts: tuple[tuple[int, float], ...] = ()
+    saved_s: float | None = None
+
+    def start_s(self, size: int) -> float:
+        """What starting so many processes is likely to take: as last time, or as of the next number of them."""
+        near = sorted(self.starts, key=lambda known: (abs(known[0] - size), -known[0]))
+        return near[0][1] if near else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,7 @@ class StepSnapshot:
     kept: KeptNote
 
     @property
-    def summary(self) -> tuple[Label, list[Sizes], dict[str, Whole], tuple[float, ...]]:
+    def summary(self) -> tuple[Label, list[Sizes], dict[str, Whole], tuple[object, ...]]:
         """What others must know of it."""
         return self.label, self.held.sizes, self.whole, tuple(self.kept)
 

@@ -59,7 +59,7 @@ class Elastic:
     memory by default; each host has its own.
 
     kept_s, kept_bytes, mirrored_bytes: of the last that was kept: seconds, all that this rank has of it, and what it
-    sent to other nodes. Raises WorldError where too few processes run.
+    sent to other nodes. saved_s: to be set to what a checkpoint took. Raises WorldError where too few processes run.
     """
 
     def __init__(
@@ -78,7 +78,9 @@ class Elastic:
         if not self.is_spare and self.rung.ranks > 1:
             assert self._store is not None, "there are several processes"
             start_program_group(self._store, self.number, self.rung.ranks, timeout_s)
-        self._sequence, self._last, self._start_s = 0, (0, 0), 0.0
+        self._sequence, self._last = 0, (0, 0)
+        self._starts: dict[int, float] = {}
+        self.saved_s: float | None = None
         self._sizes: list[Sizes] = []
         self._sent: Mirrored = {}
         self._shapes: list[dict[Any, tuple[int, ...]]] = []
@@ -113,7 +115,8 @@ class Elastic:
             moved = sum(self._wire.gather(reader.state_bytes))
             note_seen(self._checkpoints, rank)
             found = Resumed(step, "ranks", moved, time.monotonic() - began, agreed.kept)
-        self._start_s = time.time() - _process_began() - found.seconds
+        self._starts = {} if found.kept is None else dict(found.kept.starts)
+        self._starts[self.size] = time.time() - _process_began() - found.seconds
         return found
 
     def serve(self) -> None:
@@ -139,12 +142,13 @@ class Elastic:
         return figures
 
     def _predicted_s(self, resumed: Resumed, kept: KeptNote) -> float:
-        """Processes end, meanwhile lost nodes are missed; the others meet, start as long as they did before, and state
-        moves."""
+        """Processes end, after a checkpoint where nodes come, or while lost nodes are missed; they meet, start as long
+        as so many did before, and state moves."""
         steps = self.steps
-        found = kept.start_s + steps.polled_s + resumed.moved_bytes / self.rung.ranks / steps.wire_bytes_s
+        found = kept.start_s(self.size) + steps.polled_s + resumed.moved_bytes / self.rung.ranks / steps.wire_bytes_s
         if self.size >= kept.size:
-            return found + steps.ended_s
+            written_s = rung_for(steps.rungs, kept.size).written_s if kept.saved_s is None else kept.saved_s
+            return found + written_s + steps.ended_s
         return found + max(steps.ended_s, steps.noticed_s) + steps.met_s
 
     def keep(self, rank: Rank, optimizer: Optimizer, step: int, extra: Extra = None) -> None:
@@ -159,7 +163,7 @@ class Elastic:
             came = send_mirrored(held, self._sent, self._shapes, self._whole, self._wire)
             held.pieces.update(came.pieces)
         label = (self._sequence, step)
-        kept = KeptNote(time.time(), self.size, self._start_s)
+        kept = KeptNote(time.time(), self.size, tuple(self._starts.items()), self.saved_s)
         self._snapshots.write(self.number, StepSnapshot(label, held, self._whole, kept))
         self._snapshots.drop_before(self._last)  # all have written that, as they have met since
         self._last = label

@@ -1,16 +1,17 @@
-"""The key or value heads that a rank's query heads belong to, where axes split the query heads alone."""
+"""Heads of keys and values that queries share: which of them a rank needs, and attention that reads each once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.runtime.mesh import Axis
 from autopar.runtime.placement import local_offset, local_size
 
-__all__ = ["heads_of"]
+__all__ = ["heads_of", "one_query_attention"]
 
 
 def heads_of(x: Tensor, dim: int, num_queries: int, group: int, axes: Sequence[Axis]) -> Tensor:
@@ -22,3 +23,33 @@ def heads_of(x: Tensor, dim: int, num_queries: int, group: int, axes: Sequence[A
     start, own = local_offset(num_queries, *axes), local_size(num_queries, *axes)
     wanted = torch.arange(start, start + own, device=x.device) // group
     return x.index_select(dim, wanted)
+
+
+def one_query_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None,
+    heads: tuple[int, int, Sequence[Axis]] | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of one query a sequence, whose heads share those of keys and values in groups of neighbours.
+
+    query: (batch, query heads, 1, width); key, value: (batch, heads, length, width); mask: to be broadcast over (batch,
+    query heads, 1, length). The queries of a group are computed as if they were queries of its head, so that keys and
+    values are read where they lie, once. heads: where axes split the heads of queries alone, how many there are on all
+    of these, how many share one of keys, and the axes.
+    """
+    if heads is not None:
+        key, value = (_own_heads(x, *heads) for x in (key, value))
+    group = max(1, query.shape[1] // max(1, key.shape[1]))  # a rank may have no query heads
+    folded = query.reshape(query.shape[0], key.shape[1], group, query.shape[3])
+    if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
+        mask = mask.reshape(mask.shape[0], *folded.shape[1:3], mask.shape[3])
+    found = F.scaled_dot_product_attention(folded, key, value, mask, scale=scale)
+    return found.reshape(*query.shape[:3], value.shape[3])
+
+
+def _own_heads(x: Tensor, num_queries: int, group: int, axes: Sequence[Axis]) -> Tensor:
+    """The heads of x that this rank's queries share equally: a view, but where queries of several groups do not."""
+    start, own = local_offset(num_queries, *axes), local_size(num_queries, *axes)
+    first, last = start // group, (start + own - 1) // group + 1
+    if last - first == 1 or (start % group == 0 and own % group == 0):
+        return x.narrow(1, first, last - first)
+    return heads_of(x, 1, num_queries, group, axes)
