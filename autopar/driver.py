@@ -54,8 +54,9 @@ class Candidate:
 
     outline: where a plan is looked for, None for anywhere; of a plan, its own. clock: until when planning it may begin.
     seconds: what that may take, None for what the request says. step_ns, peak_bytes: as the plan was simulated. made:
-    states the plan, once it is asked for. asked: which open graph it is a plan of. is_bounded: a bound of it is known,
-    so that it is taken where others are as fast.
+    states the plan, once it is asked for. told: says more of the answer, which no pass asks for: the bytes that it
+    sends, counted operator by operator. asked: which open graph it is a plan of. is_bounded: a bound of it is known, so
+    that it is taken where others are as fast.
     """
 
     variant: GraphCandidate
@@ -65,6 +66,7 @@ class Candidate:
     step_ns: float = math.inf
     peak_bytes: int = 0
     made: Callable[[], Plan] | None = None
+    told: Callable[[Plan], Plan] | None = None
     asked: Candidate | None = None
     rank: int = PLANNED
     is_bounded: bool = False
@@ -85,9 +87,17 @@ class Candidate:
         assert self.made is not None, "an open graph has no plan"
         return self.made()
 
-    def planned(self, outline: Outline, step_ns: int, peak_bytes: int, made: Callable[[], Plan]) -> Candidate:
+    @property
+    def answer(self) -> Plan:
+        """The plan with all that is said of an answer."""
+        return self.plan if self.told is None else self.told(self.plan)
+
+    def planned(
+        self, outline: Outline, step_ns: int, peak_bytes: int, made: Callable[[], Plan],
+        told: Callable[[Plan], Plan] | None = None,
+    ) -> Candidate:  # fmt: skip
         """A plan of this open graph."""
-        return replace(self, outline=outline, step_ns=step_ns, peak_bytes=peak_bytes, made=made, asked=self)
+        return replace(self, outline=outline, step_ns=step_ns, peak_bytes=peak_bytes, made=made, told=told, asked=self)
 
 
 def outline_of(plan: Plan) -> Outline:
@@ -96,10 +106,13 @@ def outline_of(plan: Plan) -> Outline:
     return Outline(tuple(submeshes.values()), plan.microbatches, schedule=plan.schedule)
 
 
-def of_plan(asked: Candidate, outline: Outline, plan: Plan, made: Callable[[], Plan] | None = None) -> Candidate:
-    """A plan that was simulated, as a candidate. made: says more of it, where it is the best."""
-    told = plan.predicted
-    return asked.planned(outline, told.step_time_ns, told.peak_bytes, made or (lambda: plan))
+def of_plan(
+    asked: Candidate, outline: Outline, plan: Plan, made: Callable[[], Plan] | None = None,
+    told: Callable[[Plan], Plan] | None = None,
+) -> Candidate:  # fmt: skip
+    """A plan that was simulated, as a candidate. made, told: say more of it, where it is the best, or the answer."""
+    said = plan.predicted
+    return asked.planned(outline, said.step_time_ns, said.peak_bytes, made or (lambda: plan), told)
 
 
 @dataclass(eq=False)
@@ -339,7 +352,7 @@ def _run(one: SearchPass, front: Front, context: Context) -> None:
 
 def _told(best: Candidate, context: Context) -> Plan:
     """The plan, which says how it was found."""
-    plan, outline, rows = best.plan, best.outline, [*context.rows]
+    plan, outline, rows = best.answer, best.outline, [*context.rows]
     assert outline is not None
     if not best.is_given:
         rows.append(

@@ -46,6 +46,7 @@ from autopar.tunables import (
     EXPOSED,
     FIRST_COUNT,
     LEAST_GAIN,
+    LESS_EACH,
     MOST_AXES,
     NEAR_SHARDED,
     TEMPLATE_TRIES,
@@ -126,8 +127,13 @@ class _BlockRecomputation(NamedTuple):
 class Family:
     """The templates for a graph, each looked at once, and the fastest plan so far."""
 
-    def __init__(self, graph: Graph, plan: Plan | None, request: Request, likely_ns: float = math.inf) -> None:
-        """plan: what was found so far, if anything. likely_ns: what a plan takes by estimate that may be found yet."""
+    def __init__(
+        self, graph: Graph, plan: Plan | None, request: Request, likely_ns: float = math.inf,
+        least_of_tp: Mapping[int, int] | None = None,
+    ) -> None:  # fmt: skip
+        """plan: what was found so far, if anything. likely_ns: what a plan takes by estimate that may be found yet.
+        least_of_tp: what a step takes at least on so many ranks of tp, in few samples a microbatch, where known."""
+        self.least_of_tp = least_of_tp or {}
         self.graph, self.request = graph, replace(request, budget=_BUDGET)
         self.is_tight = plan is not None and (plan.microbatches > 1 or bool(plan.recompute))
         self.profile = profile_of(request.mesh)
@@ -160,6 +166,8 @@ class Family:
     def look(self) -> None:
         """Raises nothing: a template that cannot be is told of in a row."""
         for tp in divisors(self.request.mesh.devices_per_node):
+            if LESS_EACH * self.least_of_tp.get(tp, 0) > self.best_ns:
+                break  # more ranks send more
             if is_interrupted() or not self._may_be_near(self.request.mesh.num_devices // tp, tp):
                 break
 
@@ -412,24 +420,25 @@ class Family:
 
 def faster_templates(
     graph: Graph, plan: Plan | None, request: Request, experts: int = 0,
-    likely_ns: float = math.inf,
-) -> tuple[list[Tried], Iterator[tuple[Outline, Plan, Callable[[], Plan]]]]:  # fmt: skip
+    likely_ns: float = math.inf, least_of_tp: Mapping[int, int] | None = None,
+) -> tuple[list[Tried], Iterator[tuple[Outline, Plan, Callable[[], Plan], Callable[[Plan], Plan]]]]:  # fmt: skip
     """Templates of a graph that may be faster than a plan, if there is one: a row of the report for each that is looked
-    at, and of those that fit the outline, the plan, and what states it for the step. experts: those whose ranks
-    share as many at most, and no others. likely_ns: see `Family`."""
-    family = Family(graph, plan, request, likely_ns)
+    at, and of those that fit the outline, the plan, what names it, and what counts the bytes that it sends. experts:
+    those whose ranks share as many at most, and no others. likely_ns, least_of_tp: see `Family`."""
+    family = Family(graph, plan, request, likely_ns, least_of_tp)
     if experts:
         family.look_at_experts(experts)
     else:
         family.look()
-    found = ((place.outline, plan, partial(stated, name, place, plan)) for name, place, plan in family.found)
+    found = (
+        (place.outline, plan, partial(named, name, plan), place.part.with_traffic) for name, place, plan in family.found
+    )
     return family.rows, found
 
 
-def stated(name: str, place: Place, plan: Plan) -> Plan:
-    """A template as a plan for the step."""
-    stated = place.part.with_traffic(plan)
-    return replace(stated, search=replace(stated.search, method=f"template {name}: {plan.search.method}"))
+def named(name: str, plan: Plan) -> Plan:
+    """A template as a plan for the step, which says what it is."""
+    return replace(plan, search=replace(plan.search, method=f"template {name}: {plan.search.method}"))
 
 
 class _KnownTemplate:

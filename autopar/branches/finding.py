@@ -17,7 +17,7 @@ from functools import reduce
 
 import networkx as nx
 
-from autopar.ir.graph import IDENTITY, Graph, Node
+from autopar.ir.graph import IDENTITY, Graph, Node, found_once
 
 _START = ""  # what all operators come from
 
@@ -36,9 +36,7 @@ class ForkRegion:
 def find_regions(graph: Graph, refuses: Callable[[Node], bool]) -> list[ForkRegion]:
     """The regions of at least two branches, the largest first. refuses: whether a node must not be in a branch; then
     nothing of its branch is in any."""
-    order = {node.name: number for number, node in enumerate(graph.nodes)}
-    makers, refused = {node.name: _makers(graph, node) for node in graph.nodes}, dict[str, bool]()
-    dominators = _Dominators(makers, order)
+    refused = dict[str, bool]()
 
     def is_refused(name: str) -> bool:
         if name not in refused:
@@ -46,14 +44,28 @@ def find_regions(graph: Graph, refuses: Callable[[Node], bool]) -> list[ForkRegi
         return refused[name]
 
     found = []
-    for node in graph.nodes:
-        if len(makers[node.name]) > 1:
-            members = _between(graph, node, dominators.common(makers[node.name]), makers, order)
-            parts = (_without_names(graph, part, makers) for part in _connected(makers, members))
-            branches = [part for part in parts if part and not any(map(is_refused, part))]
-            if len(branches) > 1:
-                found.append(ForkRegion(node.name, tuple(branches)))
+    for region in _every_region(graph):
+        branches = tuple([branch for branch in region.branches if not any(map(is_refused, branch))])
+        if len(branches) > 1:
+            found.append(ForkRegion(region.join, branches))
     return sorted(found, key=lambda region: -sum(map(len, region.branches)))
+
+
+@found_once
+def _every_region(graph: Graph) -> list[ForkRegion]:
+    """Those of at least two branches, whatever is in them, in the order of their joins."""
+    order = {node.name: number for number, node in enumerate(graph.nodes)}
+    makers = {node.name: _makers(graph, node) for node in graph.nodes}
+    dominators = _Dominators(makers, order)
+    joins = [node for node in graph.nodes if len(makers[node.name]) > 1]
+    between = ((join, _between(graph, join, dominators.common(makers[join.name]), makers, order)) for join in joins)
+    every = [ForkRegion(join.name, _branches(graph, members, makers)) for join, members in between]
+    return [region for region in every if len(region.branches) > 1]
+
+
+def _branches(graph: Graph, members: list[str], makers: Makers) -> tuple[tuple[str, ...], ...]:
+    parts = (_without_names(graph, part, makers) for part in _connected(makers, members))
+    return tuple([part for part in parts if part])
 
 
 def _makers(graph: Graph, node: Node) -> list[str]:

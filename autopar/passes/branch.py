@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 from autopar.branches import with_branches
 from autopar.clock import Clock
@@ -30,7 +29,7 @@ def branch(front: Front, context: Context) -> Iterator[Candidate]:
         place = Place(part, outline_of(start.plan).axes, request, context.profile)
         plan = _in_branches(place, start.plan, clock, min((one.step_ns for one in gained), default=math.inf))
         if plan is not start.plan:
-            gained.append(of_plan(front.given, place.outline, plan, partial(part.with_traffic, plan)))
+            gained.append(of_plan(front.given, place.outline, plan, told=part.with_traffic))
     if gained:
         yield replace(min(gained, key=lambda one: one.step_ns), rank=START)
 

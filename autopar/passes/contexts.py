@@ -15,7 +15,7 @@ from functools import partial
 from autopar.clock import is_interrupted
 from autopar.contexts import Steps, by_price, for_sequences
 from autopar.driver import Candidate, Context, Front, of_plan
-from autopar.families import Family, stated
+from autopar.families import Family, named
 from autopar.interop.submeshes import divisors
 from autopar.ir.graph import Graph
 from autopar.ir.structure import batch_inputs
@@ -78,7 +78,7 @@ class _Templates:
             self.context.rows += family.rows
             asked = Candidate(GraphCandidate(family.graph, steps, 0))
             for name, place, plan in family.found:
-                yield of_plan(asked, place.outline, plan, partial(stated, name, place, plan))
+                yield of_plan(asked, place.outline, plan, partial(named, name, plan), place.part.with_traffic)
 
     def _beside(self, tp: int, among: int) -> float:
         """What a step likely takes in the best of those that fit with so much tensor parallelism."""

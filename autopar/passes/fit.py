@@ -25,14 +25,14 @@ def _least(asked: Candidate, front: Front) -> Iterator[Candidate]:
     if places is not None:
         try:
             there, plan = fit_or_refuse_over(places.smallest())
-            yield of_plan(asked, there.outline, plan, partial(there.part.with_traffic, plan))
+            yield of_plan(asked, there.outline, plan, told=there.part.with_traffic)
             return
         except InfeasibleError as error:
             refusal = error
     finalists = front.kept.get(("stage", asked))
     if finalists is not None and asked not in front.refused:
         found, played = finalists.smallest(refusal)
-        made = partial(finalists.stated, found, played)
-        yield asked.planned(found.outline, played.step_time_ns, played.peak_bytes, made)
+        ways = partial(finalists.placed, found, played), partial(finalists.told, played)
+        yield asked.planned(found.outline, played.step_time_ns, played.peak_bytes, *ways)
     elif refusal is not None:
         raise refusal

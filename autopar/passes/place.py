@@ -29,7 +29,7 @@ def place(front: Front, context: Context) -> Iterator[Candidate]:
         elif _is_wanted(asked, front, context):
             search = front.kept["place", asked] = _search(asked, front, context)
             for there, plan in search.run():
-                found = of_plan(asked, there.outline, plan, partial(there.part.with_traffic, plan))
+                found = of_plan(asked, there.outline, plan, told=there.part.with_traffic)
                 yield replace(found, is_bounded=True)
 
 
@@ -62,4 +62,4 @@ def _near(asked: Candidate, outline: Outline, front: Front, context: Context) ->
         part = divided(asked.graph, context.blocks(asked.graph), outline.microbatches)
         there = Place(part, axes, request, context.profile, by_factors=True)
         plan = there.fit(request.budget.seconds)
-        yield of_plan(asked, there.outline, plan, partial(part.with_traffic, plan))
+        yield of_plan(asked, there.outline, plan, told=part.with_traffic)

@@ -43,5 +43,5 @@ def _near(asked: Candidate, outline: Outline, context: Context) -> Iterator[Cand
 
 def _candidates(asked: Candidate, finalists: Finalists) -> Iterator[Candidate]:
     for found, played in finalists.plans:
-        made = partial(finalists.stated, found, played)
-        yield asked.planned(found.outline, played.step_time_ns, played.peak_bytes, made)
+        ways = partial(finalists.placed, found, played), partial(finalists.told, played)
+        yield asked.planned(found.outline, played.step_time_ns, played.peak_bytes, *ways)

@@ -7,7 +7,7 @@ search for stages leaves out what is far slower than the best of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from autopar.driver import Candidate, Context, Front, of_plan
 from autopar.families import faster_templates
@@ -28,7 +28,8 @@ def outset(front: Front, context: Context) -> Iterator[Candidate]:
             begun = front.kept["begun", front.given] = template_stages(
                 given, context.blocks(given), asked, context.profile
             )  # fmt: skip
-        yield from _faster(front, context, None, math.inf if begun is None else begun.best_ns)
+        known = (math.inf, {}) if begun is None else (begun.best_ns, begun.least_of_tp)
+        yield from _faster(front, context, None, *known)
 
 
 def template(front: Front, context: Context) -> Iterator[Candidate]:
@@ -38,9 +39,15 @@ def template(front: Front, context: Context) -> Iterator[Candidate]:
         yield from _faster(front, context, best.plan)
 
 
-def _faster(front: Front, context: Context, plan: Plan | None, likely_ns: float = math.inf) -> Iterator[Candidate]:
+def _faster(
+    front: Front, context: Context, plan: Plan | None, likely_ns: float = math.inf,
+    least_of_tp: Mapping[int, int] | None = None,
+) -> Iterator[Candidate]:  # fmt: skip
     if is_open(context.request):
-        rows, found = faster_templates(front.given.graph, plan, context.request, likely_ns=likely_ns)
+        given = front.given.graph
+        rows, found = faster_templates(
+            given, plan, context.request, likely_ns=likely_ns, least_of_tp=least_of_tp
+        )  # fmt: skip
         context.rows += rows
         yield from (of_plan(front.given, *one) for one in found)
 

@@ -179,14 +179,21 @@ class Finalists:
         return cut(graph, own, members, firsts, candidate.schedule, self.request.mesh, profiles)
 
     def stated(self, candidate: EstimatedStages, played: Timeline) -> Plan:
-        """The candidate as a plan for the step, with its prediction."""
-        part = self._part(candidate)
+        """The candidate as a plan for the step, with its prediction and what it sends."""
+        return self.told(played, self.placed(candidate, played))
+
+    def placed(self, candidate: EstimatedStages, played: Timeline) -> Plan:
+        """The same, but for what it sends."""
         told: dict[str, Any] = {
             "predicted": predict(played),
             "search": self._report(candidate),
             "choices": self._explained(candidate.ways[0]),
         }
-        plan = replace(self._built(candidate), **told)
+        return replace(self._built(candidate), **told)
+
+    def told(self, played: Timeline, plan: Plan) -> Plan:
+        """Such a plan with the bytes that it sends in a step."""
+        part = self.layered.part(plan.microbatches)
         if len(plan.stages) == 1:
             return part.with_traffic(plan)
         by_submesh = traffic_by_submesh(part.whole, plan, played)

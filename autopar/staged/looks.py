@@ -78,6 +78,7 @@ class Looks:
         self.refusal = InfeasibleError("expected a strategy for every operator, found none")
         self.solver = SOLVE_SHARE * self.request.budget.seconds, self.request.budget.seed
         self.of_shape: dict[tuple[int, int], int] = {}  # what a template takes at least, by devices and those of its tp
+        self.least_of_tp: dict[int, int] = {}  # what layers of one take at least on so many ranks, without a bubble
         self._computed: dict[Setting, int] = {}
         self._hidden = 1.0  # the least share of all costs in a row that an estimate was
 
@@ -153,7 +154,7 @@ class Looks:
         are looked at no further, unless the setting is next to the best.
         """
         stages, count = setting.num_stages, setting.microbatches
-        computed = self._computed_ns(setting)
+        computed = self.computed_ns(setting)
         if computed >= self.bound_ns:
             return Look(computed)
         try:
@@ -199,10 +200,10 @@ class Looks:
 
         What placements add to all that is computed and waited for is about as much in both.
         """
-        own, least = self._computed_ns(setting), self._computed_ns(other)
+        own, least = self.computed_ns(setting), self.computed_ns(other)
         return look.floor_ns >= NEVER or least * look.floor_ns <= own * HOPELESS * self.best_ns
 
-    def _computed_ns(self, setting: Setting) -> int:
+    def computed_ns(self, setting: Setting) -> int:
         """What a step takes by estimate if nothing is sent, and all fits: at least, where ranks leave each other no
         cores."""
         if self.layered.shares_cores or self.request.mode != "train":

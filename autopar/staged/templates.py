@@ -102,6 +102,7 @@ class StageTemplates:
                 found += self._sharing_experts(tp)
             if tp > 1 or not found:  # who shares experts has room for more
                 found += self._of_shape(tp, 1, ("tp",) if 1 < tp <= experts else ())
+            self.looks.least_of_tp[tp] = self._least_of_tp if self._least_of_tp < NEVER else 0
             if NEVER > self._least_of_tp > self.near * self.best_ns:
                 break  # more ranks send more
         return found
@@ -145,18 +146,29 @@ class StageTemplates:
 
     def _of_microbatch(self, every: Sequence[Setting]) -> Iterator[Estimated]:
         """Of settings with as many samples a rank and microbatch, on any number of stages, in each way to store what
-        stays."""
+        stays.
+
+        No less is computed with less stored, nor by one rank alone (ZeRO-0), which comes last: where what was estimated
+        before is too slow with nothing computed again, so are the others.
+        """
         self._is_slow, slow = False, dict[bool, bool]()
-        for zero, is_one in product((0, *_ZERO_ALONE), (False, True)):
+        for zero, is_one in product((*_ZERO_ALONE, 0), (False, True)):
             alike = [one for one in every if one.zero == zero and (one.num_stages == 1) == is_one]
-            if alike and not (slow.get(is_one) and zero > _ZERO[0]):  # no less is computed with less stored
+            if alike and not slow.get(is_one):
                 yield from self._of_storage(alike)
                 slow[is_one] = self._is_slow
         self._is_slow = bool(slow) and all(slow.values())
 
     def _of_storage(self, alike: Sequence[Setting]) -> Iterator[Estimated]:
-        """Of settings that differ in the number of stages alone: all by what layers cost in one of them."""
+        """Of settings that differ in the number of stages alone: all by what layers cost in one of them.
+
+        What computes more again is estimated of those alone that memory keeps from being as fast as they could be, and
+        that could be near the best.
+        """
         known, self._is_slow = min(alike, key=lambda one: abs(np.log2(one.num_stages / LIKELY_STAGES))), False
+        open_ = [one for one in alike if self._may_be_near(one)]
+        if not open_:
+            return
         with suppress(InfeasibleError):
             choice = self.layered.fastest(known, *self.looks.solver)
             for recompute in self.layered.recomputations:
@@ -165,11 +177,21 @@ class StageTemplates:
                 if self._least_ns(kind, known) > self.near * self.best_ns:
                     self._is_slow = recompute == next(iter(self.layered.recomputations))
                     break
-                for setting in alike:
+                bound = list[Setting]()
+                for setting in open_:
                     way = StageStrategy(setting, choice, recompute)
-                    yield from self._of_setting(
-                        way, stored_as(kind, known, setting, copied_bytes(self.layered, setting))
-                    )
+                    own = stored_as(kind, known, setting, copied_bytes(self.layered, setting))
+                    least_ns, found = self._of_setting(way, own)
+                    yield from found
+                    bound += [setting] if least_ns < min((one.step_ns for one in found), default=NEVER) else []
+                open_ = [one for one in bound if self._may_be_near(one)]
+                if not open_:
+                    break
+
+    def _may_be_near(self, setting: Setting) -> bool:
+        """Whether a setting in which all that is computed, shared out evenly, waits as little as it may is near the
+        best."""
+        return self.looks.computed_ns(setting) <= self.near * self.best_ns
 
     def _on_stages(self, tp: int, ep: int, samples: int) -> Iterator[Setting]:
         """The settings on all numbers of stages that devices, layers and the batch allow."""
@@ -189,14 +211,16 @@ class StageTemplates:
         """What a step takes at least: what is computed, on as many devices, without a bubble."""
         return int(setting.microbatches * kind.time_ns.sum()) // setting.num_stages
 
-    def _of_setting(self, way: StageStrategy, own: StageKind) -> Iterator[Estimated]:
-        """The fastest that fits of all numbers of chunks. own: what layers cost."""
+    def _of_setting(self, way: StageStrategy, own: StageKind) -> tuple[int, list[Estimated]]:
+        """What the fastest of all numbers of chunks takes, and the fastest that fits. own: what layers cost."""
         every = [*self.looks.chunks.of(way, own), self.looks.chunks.whole(way, own)]
+        least_ns = min(one.step_ns for one in every)
         fitting = [one for one in every if one.peak_bytes <= self.layered.admitted]
-        if fitting:
-            best = min(fitting, key=lambda one: one.step_ns)
-            self.best_ns = min(self.best_ns, best.step_ns)
-            yield Estimated(best.step_ns, best.peak_bytes, way.setting, way.recompute)
+        if not fitting:
+            return least_ns, []
+        best = min(fitting, key=lambda one: one.step_ns)
+        self.best_ns = min(self.best_ns, best.step_ns)
+        return least_ns, [Estimated(best.step_ns, best.peak_bytes, way.setting, way.recompute)]
 
 
 def copied_bytes(layered: Layered, setting: Setting) -> Int64Array:

@@ -205,6 +205,14 @@ def test_regions_of_the_models() -> None:
     assert [len(region.branches) for region in found] == [4, 4]
 
 
+def test_what_is_refused_in_one_search_for_regions_is_not_in_the_next() -> None:
+    """What stands between forks and joins is found once for a graph, whatever of it may not be in a branch."""
+    graph = _random_graph(0)
+    every = find_regions(graph, lambda node: False)
+    assert every and not find_regions(graph, lambda node: True)
+    assert find_regions(graph, lambda node: False) == every
+
+
 def test_regions_against_paths() -> None:
     """Nothing leads into a branch but from before the fork, nothing out of one but to the join; on random graphs."""
     for seed in range(8):

@@ -16,7 +16,7 @@ import autopar
 from autopar.contexts import for_sequences, gathered, in_rings, with_contexts
 from autopar.driver import Context, Front, of_plan, outline_of
 from autopar.errors import AutoparError, PlanError
-from autopar.families import Family, stated
+from autopar.families import Family, named
 from autopar.passes.contexts import contexts
 from autopar.passes.rings import rings
 from autopar.pipeline import template_of_graph
@@ -190,7 +190,10 @@ def test_what_the_search_looks_at_computes_the_same() -> None:
     for tp, cp in ((1, 4), (2, 2)):
         family.look_at_context(1, tp, cp, ("gather", "heads"))
     assert {"zero=3, cp=4", "tp=2, zero=3, cp=2"} <= {row.template for row in family.rows}
-    best = min((stated(*one) for one in family.found), key=lambda plan: plan.predicted.step_time_ns)
+    best = min(
+        (place.part.with_traffic(named(name, plan)) for name, place, plan in family.found),
+        key=lambda plan: plan.predicted.step_time_ns,
+    )
     plan = autopar.Plan.from_json(replace(best, substitutions=steps).to_json())
     assert_equal(model, batch, autopar.parallelize(model, plan.mesh, batch, plan=plan))
 

@@ -57,6 +57,25 @@ def test_a_plan_that_the_verifier_refuses_is_left_out_and_the_next_best_taken() 
     assert len(reasons) == 2 and all(reason and "expected" in reason for reason in reasons)
 
 
+def test_what_only_an_answer_says_is_said_of_the_answer_alone() -> None:
+    """What a plan sends is counted operator by operator: passes, which ask for many plans, ask for none of that."""
+    asked = list[Plan]()
+
+    def told(one: Plan) -> Plan:
+        asked.append(one)
+        return replace(one, predicted=replace(one.predicted, comm_bytes={"send": 7}))
+
+    def place(front: Front, context: Context) -> list[Candidate]:
+        return [of_plan(front.given, outline_of(one), one, told=told) for one in (plan(4), plan(2))]
+
+    def later(front: Front, context: Context) -> list[Candidate]:
+        assert front.best is not None and front.best.plan in (plan(4), plan(2)) and not asked
+        return []
+
+    answer = search((place, later), graph(), Context(REQUEST))[1]
+    assert len(asked) == 1 and answer.predicted.comm_bytes == {"send": 7} and answer.stages == asked[0].stages
+
+
 def test_later_passes_see_what_is_left() -> None:
     """A step that no plan has must not keep a slower search from looking."""
     seen = list[float]()

@@ -93,8 +93,8 @@ def test_templates_that_share_experts_are_played() -> None:
     rows, found = faster_templates(graph(), None, request(), experts=16)
     looked = {row.template for row in rows if row.template}
     assert any("ep=4" in name for name in looked) and any("exchange=two-level" in name for name in looked)
-    for _, plan, made in found:
-        stated = made()
+    for _, plan, made, told in found:
+        stated = told(made())
         check_plan(graph(), stated)
         assert exchanges_tokens(graph(), plan) and stated.predicted.comm_bytes["exchange"] > 0
 

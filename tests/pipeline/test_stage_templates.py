@@ -12,11 +12,15 @@ import torch
 import autopar
 from autopar.by_hand import template_of_graph
 from autopar.errors import InfeasibleError
+from autopar.families import Family
+from autopar.interop import StageKind
 from autopar.ir.graph import Graph
 from autopar.pipeline import planned
 from autopar.profiler import load_profile
 from autopar.request import BUDGETS, Request
 from autopar.staged import template_stages
+from autopar.staged.layered import Layered
+from autopar.staged.ways import StageStrategy
 from autopar.trace import find_blocks, trace
 from autopar.tunables import TEMPLATES_LOOKED_AT
 from models import gpt
@@ -77,3 +81,29 @@ def test_no_template_is_faster_than_what_is_found(by_hand: dict[str, Any], found
         pytest.skip("does not fit")
     steps = [one.step_time_ns for one in found.search.tried if (one.peak_bytes or LIMIT + 1) <= LIMIT]
     assert min(step for step in steps if step is not None) <= plan.predicted.step_time_ns
+
+
+def test_what_could_be_no_better_is_not_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory does not bind, nothing is estimated that computes more again."""
+    roomy, played = replace(request(), memory_limit=80 * 10**9), list[str]()
+    of_kind = Layered.kind
+
+    def kind(layered: Layered, way: StageStrategy) -> StageKind:
+        played.append(way.recompute)
+        return of_kind(layered, way)
+
+    monkeypatch.setattr(Layered, "kind", kind)
+    looks = template_stages(graph(), find_blocks(graph()), roomy, load_profile(MESH.profile))
+    assert looks.known and set(played) == {"none"}
+    played.clear()
+    template_stages(graph(), find_blocks(graph()), request(), load_profile(MESH.profile))
+    assert len(set(played)) > 1
+
+
+def test_templates_of_one_stage_are_bounded_by_what_layers_take_on_as_many_ranks() -> None:
+    """More ranks that split each operator send more: where layers alone take too long, nothing is solved."""
+    looks = template_stages(graph(), find_blocks(graph()), request(), load_profile(MESH.profile))
+    assert looks.least_of_tp[1] < looks.least_of_tp[2]
+    family = Family(graph(), None, request(), looks.best_ns, dict.fromkeys((1, 2, 4, 8), 2 * looks.best_ns))
+    family.look()
+    assert not family.rows and not family.found
