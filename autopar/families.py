@@ -284,11 +284,17 @@ class Family:
         if told.step_time_ns - told.breakdown.exposed_communication_ns > NEAR_SHARDED * self.best_ns or one.zero < 3:
             return
         beyond = sharded.predicted.peak_bytes - usage
-        for zero in (1, 0) if one.microbatches == 1 else (2, 1):
-            less = replace(one, zero=zero)
-            if self._look(less, beyond if zero else None) is None:
+        less_sharded = (1, 0) if one.microbatches == 1 else (2, 1)
+        for place, zero in enumerate(less_sharded):
+            if self._look(replace(one, zero=zero), beyond if zero else None) is None:
                 if self.request.mode == "train" and one.recompute == "none":
-                    self._look(replace(less, recompute="selective"))
+                    self._look_again_less_sharded(one, less_sharded[place:])
+                break
+
+    def _look_again_less_sharded(self, one: Template, less_sharded: Sequence[int]) -> None:
+        """With what is cheap computed again, as far as it fits."""
+        for zero in less_sharded:
+            if self._look(replace(one, zero=zero, recompute="selective")) is None:
                 break
 
     def _recomputations(

@@ -127,8 +127,10 @@ SEEN: dict[str, tuple[Act, dict[str, Any], str]] = {
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """In which output or gradient values first part depends on the weights."""
+    """In which output or gradient values first part depends on the weights, and on what is drawn."""
     torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
 
 
 @pytest.fixture
