@@ -22,7 +22,8 @@ def refine(front: Front, context: Context) -> Iterator[Candidate]:
     for start in [best, *_others(front, context)]:
         if start is best or not is_interrupted():
             plan = _refined(start, context)
-            yield replace(of_plan(start, outline_of(plan), plan), rank=REFINED)
+            told = start.told if plan.predicted == start.plan.predicted else None  # as it was: what it sends is counted
+            yield replace(of_plan(start, outline_of(plan), plan, told=told), rank=REFINED)
 
 
 def _others(front: Front, context: Context) -> list[Candidate]:

@@ -234,7 +234,7 @@ def reorder(site: Site) -> Iterator[Mutation]:
 def detour(site: Site) -> Iterator[Mutation]:
     """Each step through a third type; each two steps of one axis through another type, or at once."""
     steps = site.redistribute.steps
-    for i, (axis, before, after, _) in enumerate(steps):
+    for i, (axis, before, after, *_) in enumerate(steps):
         for type_ in site.types_but(before, after):
             way = (Step(axis, before, type_), Step(axis, type_, after))
             yield site.with_steps(f"step {i} by way of {type_}", (*steps[:i], *way, *steps[i + 1 :]))

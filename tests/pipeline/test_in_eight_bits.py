@@ -67,7 +67,7 @@ def searched(limit: int | None, *allow: str, free: bool = False) -> Plan:
 def test_taken_where_nothing_exact_fits_and_it_may_be() -> None:
     free = searched(None, COMPRESSION)
     assert not in_eight_bits(free) and free.gradient_error is None
-    limit = int(0.75 * free.predicted.peak_bytes)
+    limit = int(0.8 * free.predicted.peak_bytes)
     with pytest.raises(InfeasibleError):
         searched(limit)
     found = searched(limit, COMPRESSION)

@@ -115,7 +115,7 @@ def test_no_estimate_is_below_what_is_computed() -> None:
     candidates = search.run(lambda line: None)
     assert len({candidate.ways[0].setting for candidate in candidates}) > 4
     for candidate in candidates:
-        least_ns = search.looks._computed_ns(candidate.ways[0].setting)
+        least_ns = search.looks.computed_ns(candidate.ways[0].setting)
         assert 0 < least_ns <= candidate.step_ns, candidate.row
 
 

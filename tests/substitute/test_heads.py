@@ -35,7 +35,7 @@ def inputs(queries: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 6, queries, 4, generator=generator)
     key, value = (torch.randn(2, 3, 5, 4, generator=generator) for _ in range(2))
-    return {"query": query, "key": key, "value": value, "mask": torch.rand(2, 1, queries, 5) < 0.8}
+    return {"query": query, "key": key, "value": value, "mask": torch.rand(2, 1, queries, 5, generator=generator) < 0.8}
 
 
 def test_one_query_reads_each_head_once_and_computes_the_same() -> None:
