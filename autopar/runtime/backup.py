@@ -55,8 +55,9 @@ class FirstArrivals:
         self._axis, self._first, self._items = axis, axis.size - late, list(items)
         self._timeout_s = axis.timeout_s or TIMEOUT_S
         self._group = own_group((tuple(self._ranks),), self._timeout_s, "backup", "gloo")
-        self._store = self._joined(axis.group)
         self._step = 0  # that is under way, counted from 1
+        with self._told("opening a store on the host of rank 0 (MASTER_ADDR)"):
+            self._store = self._joined(axis.group)
         self._sent: list[tuple[int, comm.Sending, Tensor]] = []  # with its step, and memory that must stay
         self._wishes, self._granted = [False, False], [0, 0]
 

@@ -266,7 +266,7 @@ def finish_late(axes: Iterable[Axis]) -> None:
             axis.late.pop(0)()
 
 
-class Alone:
+class OwnSummands:
     """What a rank computes by itself of a sum over ranks that it does not wait for. counts: of its own samples, which
     the sum is not divided by yet."""
 
@@ -275,13 +275,13 @@ class Alone:
         self.counts: list[Tensor] = []
 
 
-_alone: list[Alone] = []
+_alone: list[OwnSummands] = []
 
 
 @contextmanager
-def alone(group: dist.ProcessGroup) -> Iterator[Alone]:
+def alone(group: dist.ProcessGroup) -> Iterator[OwnSummands]:
     """Inside, sums over the group's axis are this rank's summands, and nothing is divided by a count over it."""
-    found = Alone(group)
+    found = OwnSummands(group)
     _alone.append(found)
     try:
         yield found
@@ -289,7 +289,7 @@ def alone(group: dist.ProcessGroup) -> Iterator[Alone]:
         _alone.remove(found)
 
 
-def alone_on(axis: Axis) -> Alone | None:
+def alone_on(axis: Axis) -> OwnSummands | None:
     """What is noted of a step in which ranks along the axis do not wait for each other; None in others."""
     return next((found for found in _alone if found.group is axis.group), None)
 

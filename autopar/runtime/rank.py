@@ -137,6 +137,11 @@ class Rank(Kept):
                 "expected to compile a program that keeps on the device what it saves, found activations that wait on "
                 'the host; run it as it is, or plan with offload="none"'
             )
+        if any(part.program.ALGORITHM is not None and part.program.ALGORITHM.name == "backup" for part in self._locals):
+            raise ProgramError(
+                "expected to compile a program whose ranks wait for each other, found one under backup; run it as it "
+                "is, or plan without the algorithm"
+            )
         for part in (part for rank in (self, *self._others) for part in rank._locals):
             compile_blocks(part.program, compiler)
 
@@ -442,7 +447,7 @@ class Rank(Kept):
             self._copies.unite(floats_of(optimizer) if optimizer is not None else ())
 
     @property
-    def agreed(self) -> Callable[[Sequence[bool]], list[bool]] | None:
+    def agreed_wishes(self) -> Callable[[Sequence[bool]], list[bool]] | None:
         """Under backup, what tells other ranks of two wishes without waiting for them (`Watch`); else None."""
         return self._copies.first.agreed if self._copies is not None and self._copies.first is not None else None
 

@@ -61,7 +61,7 @@ class Watch:
 
     def _agreed(self, wishes: list[bool]) -> list[bool]:
         """What any rank wishes; where steps do not wait for all of them, what the last step has told."""
-        told = getattr(self._rank, "agreed", None)
+        told = getattr(self._rank, "agreed_wishes", None)
         if told is not None:
             return list(told(wishes))
         wanted = torch.tensor(wishes, dtype=torch.int32, device=self._rank.device)

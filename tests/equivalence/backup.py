@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -95,6 +96,8 @@ def trained_on_ranks(
         losses.append(built.train_step(**batch).item())
         ended.touch()
         held.step()
+    with pytest.raises(rt.ProgramError, match="under backup"):
+        built.compile()
     with torch.no_grad():
         output = built(**batches[0])
     called = output if isinstance(output, Tensor) else output["loss"]

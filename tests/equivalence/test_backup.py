@@ -122,7 +122,7 @@ def test_plans_and_scripts_say_so() -> None:
     plan = program_of("mlp", "backup(2)").plan
     assert "backup(2): 4 copies (dp); updates take the first 2 gradients" in str(plan)
     assert "saves nothing" in str(plan) and "not what one device computes" in str(plan)
-    text = script("program", "", plan, StepFigures(1.0, 1.0))
+    text = script(plan, StepFigures())
     assert "own_time = None" in text and "rank.unite_copies()" in text
 
 
