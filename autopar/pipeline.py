@@ -147,9 +147,10 @@ def parallelize(
     and inputs have gradients (`runtime.part`). Of one stage, in one microbatch. runs: "eager", "compiled" (train.py
     calls `rank.compile()`), or "either": the one that is predicted to be faster; a plan that is given says it itself.
     algorithm: trains copies of the parameters that meet otherwise than by the sum of their gradients, and so not as one
-    device does: "local_sgd(8)", "local_sgd(8, after=100)" or "adasum" (`ir.algorithm`), each with copies=N, by default
-    one a node, or one a device of one node. A copy is planned for its devices and its part of the batch. Ctrl-C ends a
-    search with the best plan so far. Raises AutoparError subclasses; InfeasibleError when nothing fits.
+    device does: "local_sgd(8)", "local_sgd(8, after=100)", "adasum" or "backup(1)" (`ir.algorithm`), each with
+    copies=N, by default one a node, or one a device of one node. A copy is planned for its devices and its part of the
+    batch. Ctrl-C ends a search with the best plan so far. Raises AutoparError subclasses; InfeasibleError when nothing
+    fits.
     """
     check_arguments(
         model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, constraints=constraints,
@@ -324,8 +325,8 @@ def template_plan(
     offload: what is kept on the host: "none", "optimizer" (what is stored of parameters, their gradients and optimizer
     state, which is updated there), "activations" (what autograd saves in each repeated block, brought back for its
     backward pass) or "both". algorithm: how the copies of dp (with hsdp, of its groups) meet, where that is not by the
-    sum of their gradients: "local_sgd(8)", "local_sgd(8, after=100)" or "adasum" (`ir.algorithm`); or "pipedream", of
-    pp stages that update their weights after each microbatch (`ops.pipedream`).
+    sum of their gradients: "local_sgd(8)", "local_sgd(8, after=100)", "adasum" or "backup(1)" (`ir.algorithm`);
+    or "pipedream", of pp stages that update their weights after each microbatch (`ops.pipedream`).
     gradients: "sums" adds up those of each parameter over dp; "factors" gathers, for linear operators where that is
     less, the rows of their inputs and of their results' gradients, of which each rank makes the whole gradient itself.
     routing, check, part: as in `parallelize`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autopar.cost.meetings import meeting, stashing
-from autopar.ir.algorithm import PIPEDREAM
+from autopar.ir.algorithm import BACKUP, PIPEDREAM
 from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
@@ -78,6 +78,8 @@ def met(graph: Graph, plan: Plan) -> Plan:
         kind: told.comm_bytes.get(kind, 0) + -(-sent.get(kind, 0) // algorithm.period)
         for kind in sorted({*told.comm_bytes, *sent})
     }
+    if algorithm.name == BACKUP:  # the loss and its count go with the gradients
+        counts = dict(sent)
     held = max(one.kept_bytes for one in found)
     kept = sum(told.memory.get(kind, 0) for kind in ("parameters", "optimizer", "constants", "inputs", "buffers"))
     meeting_bytes = kept + max(one.gradient_bytes + one.buffer_bytes + one.kept_bytes for one in found)

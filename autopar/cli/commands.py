@@ -119,8 +119,8 @@ def _planning(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--algorithm", metavar="TEXT",
         help="copies of the parameters that meet otherwise than by the sum of gradients, so that training is not what "
-        "one device computes: local_sgd(8), local_sgd(8, after=100), adasum; of a search also with copies=4; of a "
-        "template of stages pipedream",
+        "one device computes: local_sgd(8), local_sgd(8, after=100), adasum, backup(1); of a search also with "
+        "copies=4; of a template of stages pipedream",
     )  # fmt: skip
     plan.add_argument(
         "--allow", choices=ALLOWED, action="append", default=[],

@@ -4,6 +4,7 @@ local_sgd   an all-reduce of the parameters after every `period` updates: large 
             small ones in buffers. Nothing else runs meanwhile.
 pipedream   no meeting: updates after each microbatch, and copies of the weights
 adasum      log₂ n exchanges of the gradients with one other copy, at twice the distance each time, after the passes
+backup      the first n - b copies' gradients go to one of them, one by one, and the mean from there to all others
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from autopar.cost.collectives import collective_time_ns
 from autopar.cost.compute import copy_time_ns, optimizer_time_ns
 from autopar.cost.memory import most_workspace, optimizer_moved_bytes, optimizer_of, optimizer_workspace_bytes
 from autopar.cost.profile import Profile
-from autopar.ir.algorithm import ADASUM, INT8, POWERSGD, TOPK, Algorithm
+from autopar.ir.algorithm import ADASUM, BACKUP, INT8, POWERSGD, TOPK, Algorithm
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Axis, Shape, evenly, local_shape
 from autopar.ir.plan import Stage
 from autopar.runtime.packing import (
+    BEHIND,
     BLOCK,
     BUCKET_BYTES,
     LONE_BYTES,
     SAMPLED,
+    backup_message_bytes,
     compressed_matrix,
     num_kept,
     padded_length,
@@ -56,6 +59,8 @@ def meeting(
         return _in_fewer_bits(graph, stages, algorithm, axis, devices_per_node, profile)
     sizes = [size for stage in stages for size in _stored_sizes(graph, stage)]
     seen = _WIDEST * SAMPLED * min(SAMPLED, len(sizes))
+    if algorithm.name == BACKUP:
+        return _of_the_first(sizes, axis, int(algorithm.amount), devices_per_node, profile)
     if algorithm.name == ADASUM:
         groups = _buffers(sizes)
         pairs = [Axis(axis.name, 2, axis.stride << level) for level in range(axis.size.bit_length() - 1)]
@@ -69,6 +74,18 @@ def meeting(
     small = _buffers([size for size in sizes if size < LONE_BYTES])
     taken = sum(collective_time_ns("all_reduce", size, axis, devices_per_node, profile) for size in (*groups, *small))
     return CopiesMeeting(taken, {"all_reduce": sum(sizes)}, max(small, default=0), sum(sizes), seen)
+
+
+def _of_the_first(
+    sizes: list[int], axis: Axis, late: int, devices_per_node: int, profile: Profile
+) -> CopiesMeeting:  # fmt: skip
+    """As the rank sees it that sums: all are there at once, so that nothing is saved. Kept between steps is what ranks
+    that are behind have not taken yet."""
+    message = backup_message_bytes(sum(sizes), len(sizes))
+    each_ns = collective_time_ns("send", message, Axis(axis.name, 2, axis.stride), devices_per_node, profile)
+    received, sent = axis.size - late - 1, axis.size - 1
+    taken_ns = (received + sent) * each_ns
+    return CopiesMeeting(taken_ns, {"send": sent * message}, 2 * message, sum(sizes), BEHIND * message)
 
 
 def stashing(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.ir.algorithm import PIPEDREAM
+from autopar.ir.algorithm import BACKUP, PIPEDREAM
 from autopar.ir.offload import uses_host
 from autopar.ir.plan import COMPILED, Plan
 
@@ -32,6 +32,19 @@ _WITHIN_STEPS = (
     ("norm = rank.clip_grad_norm_(options.clip)", "norm = torch.zeros(())  # gradients are gone, and were not clipped"),
 )
 """Of pipedream: the script's lines, and what is there instead."""
+
+_WITHOUT_THE_LAST = (
+    (
+        "    own_time = rt.OwnTime(rank) if options.log_file else None\n",
+        "    own_time = None  # ranks would wait for each other to tell it\n",
+    ),
+    (
+        "    if torch.distributed.is_initialized():\n        torch.distributed.destroy_process_group()\n",
+        "    rank.unite_copies()  # others may still take what this rank has summed for them\n"
+        "    torch.distributed.destroy_process_group()\n",
+    ),
+)
+"""Of backup, alike."""
 
 _COMPILES = "    rank.compile()  # as the plan says\n"
 
@@ -404,5 +417,8 @@ def script(plan: Plan, figures: StepFigures) -> str:
     )  # fmt: skip
     if plan.algorithm is not None and plan.algorithm.name == PIPEDREAM:
         for old, new in _WITHIN_STEPS:
+            text = text.replace(old, new)
+    if plan.algorithm is not None and plan.algorithm.name == BACKUP:
+        for old, new in _WITHOUT_THE_LAST:
             text = text.replace(old, new)
     return text.replace(*_ON_HOST) if uses_host(plan) else text

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.errors import PlanError
-from autopar.ir.algorithm import ADASUM, PIPEDREAM, Algorithm
+from autopar.ir.algorithm import ADASUM, BACKUP, PIPEDREAM, Algorithm
 from autopar.ir.graph import Graph, Node
 from autopar.ir.offload import stored_on_host
 from autopar.ir.placement import I, P, R
@@ -19,6 +19,7 @@ from autopar.ir.plan import Plan, Redistribute, Stage
 from autopar.ir.redistribution import Step
 from autopar.ir.stages import stage_graph
 from autopar.ir.structure import tensors_of_inputs
+from autopar.ops.backup import check_backup
 from autopar.ops.communication import inner_communication
 from autopar.ops.lookup import axis_rules
 from autopar.ops.pipedream import check_pipedream
@@ -66,6 +67,8 @@ def check_copies(graph: Graph, plan: Plan) -> None:
                         'out offload="optimizer", or the algorithm')  # fmt: skip
     for index, stage in enumerate(plan.stages):
         _check_stage(stage_graph(graph, plan, index), stage, algorithm)
+    if algorithm.name == BACKUP:
+        check_backup(graph, plan, size)
 
 
 def _trained(graph: Graph) -> set[str]:

@@ -192,11 +192,11 @@ class Sending:
 
 
 def start_send(
-    part: Tensor, peer: int, group: dist.ProcessGroup, tag: int, what: str, timeout_s: float
+    part: Tensor, peer: int, group: dist.ProcessGroup, tag: int, what: str, timeout_s: float, axis: str = "stages"
 ) -> Sending:  # fmt: skip
-    """Starts to send a contiguous tensor, which must stay as it is until then."""
+    """Starts to send a contiguous tensor, which must stay as it is until then. axis: for which its bytes count."""
     for counter in _counters:
-        counter["send", "stages"] += part.nbytes
+        counter["send", axis] += part.nbytes
     with _explained_peer(what, peer, timeout_s):
         return Sending(dist.isend(_flat(part), peer, group=group, tag=tag), what, peer, timeout_s)
 
@@ -233,7 +233,7 @@ def _start(kind: str, axis: Axis, buffer: Tensor, start: Callable[[], Any]) -> W
 
 def all_reduce(buffer: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> None:
     """Sums (or reduces by `op`) the buffer over the axis, in place."""
-    if axis.size > 1:
+    if axis.size > 1 and alone_on(axis) is None:
         _count("all_reduce", axis, buffer)
         with explained("all_reduce", axis, buffer.nbytes):
             dist.all_reduce(buffer, op=op, group=axis.group)
@@ -241,6 +241,8 @@ def all_reduce(buffer: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> None:
 
 def start_all_reduce(buffer: Tensor, axis: Axis) -> Wait:
     """Starts an in-place sum over the axis; the buffer is whole once the returned function was called."""
+    if alone_on(axis) is not None:
+        return lambda: None
     _count("all_reduce", axis, buffer)
     return _start("all_reduce", axis, buffer, lambda: dist.all_reduce(buffer, group=axis.group, async_op=True))
 
@@ -262,6 +264,34 @@ def finish_late(axes: Iterable[Axis]) -> None:
     for axis in axes:
         while axis.late:
             axis.late.pop(0)()
+
+
+class OwnSummands:
+    """What a rank computes by itself of a sum over ranks that it does not wait for. counts: of its own samples, which
+    the sum is not divided by yet."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.counts: list[Tensor] = []
+
+
+_alone: list[OwnSummands] = []
+
+
+@contextmanager
+def alone(group: dist.ProcessGroup) -> Iterator[OwnSummands]:
+    """Inside, sums over the group's axis are this rank's summands, and nothing is divided by a count over it."""
+    found = OwnSummands(group)
+    _alone.append(found)
+    try:
+        yield found
+    finally:
+        _alone.remove(found)
+
+
+def alone_on(axis: Axis) -> OwnSummands | None:
+    """What is noted of a step in which ranks along the axis do not wait for each other; None in others."""
+    return next((found for found in _alone if found.group is axis.group), None)
 
 
 def add_late(wait: Wait, axis: Axis) -> None:

@@ -7,6 +7,7 @@ n times their summand, for n copies, so that its mean over equal copies is the g
                 when the next step begins, or when whoever reads the weights needs those of the model
     adasum      gradients a and b of two copies become (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b, tensor by tensor:
                 the sum of what is orthogonal, the mean of what is equal; then two of these, until all have one
+    backup      the gradients of those that are there first become those of all (`backup`)
 
 Or summands are added up after all, in fewer bits (`compressing`). Updates are seen by the parameters that they change,
 whatever optimizer makes them.
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime import coalesce, comm
+from autopar.runtime.backup import FirstArrivals
 from autopar.runtime.compressing import CompressedSum
 from autopar.runtime.declare import Algorithm, Program
 from autopar.runtime.errors import ProgramError
@@ -50,6 +52,7 @@ class ParameterCopies:
         self._fewer_bits = CompressedSum(algorithm.name, algorithm.amount) if is_compressed else None
         self._trained = [item for item in state.parameters.values() if item.declared.requires_grad]
         self._axes = {id(item): self._axis(item) for item in self._trained}
+        self.first: FirstArrivals | None = None  # under backup, from the first step on
         self._updates = self._steps = 0
         self._apart = 0  # updates since all copies were equal
         self._seen, self._sample = self._marks(), self._some()
@@ -79,6 +82,18 @@ class ParameterCopies:
         if self._apart >= self._algorithm.period:
             self.unite()
         self._sample = self._some() if self._steps < CHECKED_STEPS else []
+
+    def step(self, passes: Callable[[], Tensor]) -> Tensor:
+        """Makes a step's passes, and leaves the gradients that these copies take. Returns the loss of the batch.
+        passes: returns that as the ranks of this copy make it."""
+        if self._algorithm.name == "backup":
+            if self.first is None:
+                axis = self._axis(self._trained[0])
+                self.first = FirstArrivals(axis, int(self._algorithm.amount), self._trained)
+            return self.first.step(passes)
+        loss = passes()
+        self.meet()
+        return loss
 
     def _check_unseen(self) -> None:
         if not all(map(torch.equal, self._some(), self._sample)):
@@ -121,6 +136,8 @@ class ParameterCopies:
     @torch.no_grad()
     def unite(self, others: Iterable[Tensor] = ()) -> None:
         """All copies take the mean of their parameters, where they may differ, and of other tensors that each has."""
+        if self.first is not None:
+            self.first.drain()
         self._notice()
         if not self._apart:
             return

@@ -22,8 +22,9 @@ from autopar.runtime.mesh import Axis, RankMesh
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """How copies of the parameters along an axis meet: "local_sgd" with the updates between two means, after so many
-    updates of summed gradients, "adasum" (`copies`), or by sums in fewer bits (`compressing`): "int8", "topk" with the
-    share of values, "powersgd" with the rank."""
+    updates of summed gradients, "adasum" (`copies`), "backup" with the number of copies whose gradients a step goes
+    without (`backup`), or by sums in fewer bits (`compressing`): "int8", "topk" with the share of values, "powersgd"
+    with the rank."""
 
     name: str
     axis: str

@@ -227,8 +227,11 @@ Rows = tuple[tuple[int, ...], ...]
 _groups: dict[tuple[Rows, float, str], tuple[dist.ProcessGroup, dist.ProcessGroup | None]] = {}  # world, own group
 
 
-def own_group(rows: Rows, timeout_s: float, purpose: str = "") -> dist.ProcessGroup | None:
-    """The group that this rank is in of those that the rows of ranks are; None where it is in no row.
+def own_group(
+    rows: Rows, timeout_s: float, purpose: str = "", backend: str | None = None
+) -> dist.ProcessGroup | None:  # fmt: skip
+    """The group that this rank is in of those that the rows of ranks are; None where it is in no row. backend: as the
+    world has it, where none is said, and then of a purpose of its own.
 
     All programs of a process share it: each group costs connections and threads until the process ends.
     """
@@ -237,7 +240,7 @@ def own_group(rows: Rows, timeout_s: float, purpose: str = "") -> dist.ProcessGr
     if known is not None and known[0] is world:
         return known[1]
     timeout = timedelta(seconds=timeout_s)
-    made = dist.new_subgroups_by_enumeration(list(map(list, rows)), timeout=timeout)  # type: ignore[no-untyped-call] # torch's
+    made = dist.new_subgroups_by_enumeration(list(map(list, rows)), timeout=timeout, backend=backend)  # type: ignore[no-untyped-call] # torch's
     group: dist.ProcessGroup | None = made[0]
     assert world is not None, "programs of several ranks run in a process group"
     _groups[rows, timeout_s, purpose] = world, group

@@ -11,11 +11,18 @@ LONE_BYTES = 1 << 20  # a tensor from this size on is worth a collective of its 
 BUCKET_BYTES = 25 << 20  # DDP's choice: large enough to reach the link's bandwidth, small enough to overlap
 FIRST_BUCKET_BYTES = 1 << 20  # the first to be complete is small, so that the link is busy early
 PIECE_BYTES = 1 << 18  # of a sum over servers: what is on its way back while the next is on its way there
+BEHIND = 2  # steps that a rank may be behind under backup before others wait for it; they keep as many means
 SAMPLED = 16  # values, of so many parameters, by which updates of copies are seen that nothing else tells of
 MAX_IN_FLIGHT = 3  # buckets that hold a gradient as it is made beside what is stored, of another size
 
 
+BACKUP_NUMBERS = 4  # the loss, what it is divided by, and two wishes; after them, which parameters have a gradient
 BLOCK = 256  # values that share a scale, where gradients are sent in 8 bits
+
+
+def backup_message_bytes(gradient_bytes: int, num_parameters: int) -> int:
+    """Of what a rank sends of a step under backup: the gradients, and before them so many numbers of 8 bytes."""
+    return gradient_bytes + 8 * (BACKUP_NUMBERS + num_parameters)
 
 
 def padded_length(count: int, ranks: int) -> int:

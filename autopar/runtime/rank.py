@@ -137,6 +137,11 @@ class Rank(Kept):
                 "expected to compile a program that keeps on the device what it saves, found activations that wait on "
                 'the host; run it as it is, or plan with offload="none"'
             )
+        if any(part.program.ALGORITHM is not None and part.program.ALGORITHM.name == "backup" for part in self._locals):
+            raise ProgramError(
+                "expected to compile a program whose ranks wait for each other, found one under backup; run it as it "
+                "is, or plan without the algorithm"
+            )
         for part in (part for rank in (self, *self._others) for part in rank._locals):
             compile_blocks(part.program, compiler)
 
@@ -156,18 +161,21 @@ class Rank(Kept):
                 self._copies.begin_step()
             for parameter in self._state.parameters.values():
                 parameter.begin_step()
-            for part, parts in zip(self._locals, microbatches, strict=True):
-                part.begin_step(parts)
-            losses = self._train(microbatches)
-            for part in self._locals:
-                part.end_step()
-            with torch.no_grad():
-                loss = self._finish(losses)
-            if self._copies is not None:
-                self._copies.meet()
+            passes = partial(self._passes, microbatches)
+            loss = passes() if self._copies is None else self._copies.step(passes)
             for parameter in self._state.parameters.values():
                 parameter.publish_gradient()
         return loss
+
+    def _passes(self, microbatches: list[Microbatches]) -> Tensor:
+        """All of a step but its end. Returns the loss of the batch."""
+        for part, parts in zip(self._locals, microbatches, strict=True):
+            part.begin_step(parts)
+        losses = self._train(microbatches)
+        for part in self._locals:
+            part.end_step()
+        with torch.no_grad():
+            return self._finish(losses)
 
     @contextmanager
     def _own_precision(self) -> Iterator[None]:
@@ -437,6 +445,11 @@ class Rank(Kept):
         """
         if self._copies is not None:
             self._copies.unite(floats_of(optimizer) if optimizer is not None else ())
+
+    @property
+    def agreed_wishes(self) -> Callable[[Sequence[bool]], list[bool]] | None:
+        """Under backup, what tells other ranks of two wishes without waiting for them (`Watch`); else None."""
+        return self._copies.first.agreed if self._copies is not None and self._copies.first is not None else None
 
     def update_with(self, optimizer: Any) -> None:
         """Under an algorithm that updates weights within a step, "pipedream": by this optimizer of all of

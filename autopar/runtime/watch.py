@@ -53,11 +53,18 @@ class Watch:
         """What is due when `step` steps of `last` are done, equal on all ranks: one that saw a signal tells the others,
         as one whose clock says so."""
         is_late = self._minutes is not None and time.monotonic() - self._last > 60 * self._minutes
-        wanted = torch.tensor([self._came, is_late], dtype=torch.int32, device=self._rank.device)
-        if self._rank.num_ranks > 1:
-            dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
-        came, late = wanted.bool().tolist()
+        came, late = self._agreed([self._came, is_late])
         due = Due(save=came or late or step % self._every == 0 or step >= last, stop=came or step >= last)
         if due.save:
             self._last = time.monotonic()
         return due
+
+    def _agreed(self, wishes: list[bool]) -> list[bool]:
+        """What any rank wishes; where steps do not wait for all of them, what the last step has told."""
+        told = getattr(self._rank, "agreed_wishes", None)
+        if told is not None:
+            return list(told(wishes))
+        wanted = torch.tensor(wishes, dtype=torch.int32, device=self._rank.device)
+        if self._rank.num_ranks > 1:
+            dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
+        return [bool(one) for one in wanted.tolist()]

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from autopar.ir.algorithm import ADASUM, PIPEDREAM
+from autopar.ir.algorithm import ADASUM, BACKUP, PIPEDREAM
 from autopar.ir.exchange_table import ExchangeTable
 from autopar.ir.labels import storage_text
 from autopar.ir.mesh import LogicalMesh
@@ -88,6 +88,9 @@ def algorithm_text(plan: Plan) -> str:
         how = "gradients are summed in fewer bits, and what these leave out comes with the next step"
     elif algorithm.name == ADASUM:
         how = "gradients of copies are combined by how far they agree"
+    elif algorithm.name == BACKUP:
+        taken = size - int(algorithm.amount)
+        how = f"updates take the first {taken} gradients; predicted with all ranks alike, where that saves nothing"
     else:
         first = f"after {algorithm.after} updates of summed gradients, " if algorithm.after else ""
         how = f"{first}copies take their mean after every {algorithm.period} updates"

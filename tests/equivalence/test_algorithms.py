@@ -199,7 +199,14 @@ def test_what_would_mix_copies_or_is_not_seen_is_refused() -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("algorithm", "above"),
-    [("local_sgd(1)", 0.2), ("adasum", 0.2), ("int8", 1.0), ("topk(0.05)", 1.0), ("powersgd(4)", 1.0)],
+    [
+        ("local_sgd(1)", 0.2),
+        ("adasum", 0.2),
+        ("backup(1)", 0.4),
+        ("int8", 1.0),
+        ("topk(0.05)", 1.0),
+        ("powersgd(4)", 1.0),
+    ],
 )
 def test_no_rank_takes_more_than_predicted(algorithm: str, above: float) -> None:
     model, batches = case("mlp")

@@ -451,4 +451,17 @@ UPDATED = [
           "else False", (f"{OF_PARAMETERS} -k master",)),
 ]  # fmt: skip
 
-FAULTS = [*RULES, *REDISTRIBUTIONS, *LOWERING, *INSIDE, *RUNTIME, *VERIFIER, *LOST, *NAMED, *PRECISE, *TRACED, *UPDATED]
+BACKUP, OF_BACKUP = "autopar/runtime/backup.py", "tests:tests/equivalence/test_backup.py"
+WITHOUT_THE_LAST = [
+    Fault("a mean is that of all ranks, those left out too", BACKUP, "else self._axis.size / self._first", "else 1.0",
+          (f"{OF_BACKUP} -k squares",)),
+    Fault("it is divided by one rank's count", BACKUP, "factor = 1 / numbers[_DIVISOR].item()",
+          "factor = 1 / self._parts(own)[0][_DIVISOR].item() / self._first", (f"{OF_BACKUP} -k hf_llama",)),
+    Fault("a late rank keeps its own gradient", BACKUP, "item.gradient.copy_(part)", "pass",
+          (f"{OF_BACKUP} -k 'late and mlp'",)),
+    Fault("ranks wait for a late one's loss", "autopar/runtime/comm.py",
+          "    if alone_on(axis) is not None:\n        return lambda: None\n", "", (f"{OF_BACKUP} -k squares",)),
+]  # fmt: skip
+
+FAULTS = [*RULES, *REDISTRIBUTIONS, *LOWERING, *INSIDE, *RUNTIME, *VERIFIER, *LOST, *NAMED, *PRECISE, *TRACED, *UPDATED,
+          *WITHOUT_THE_LAST]  # fmt: skip
