@@ -185,8 +185,10 @@ def _attention(call: WorkKey, direction: str, flops: int) -> Kernel:
     sequences = math.prod(query[:-1]) / length  # as many tiles of queries as that many of the keys' length have
     sharing = math.prod(query[:-2]) / math.prod(key[:-2])
     at = sequences, length, width, sharing
-    typed = tuple((f"flash {known} {direction}", at) for known in dict.fromkeys((kind, plain)))
-    return Kernel(f"attention {plain} {direction}", (length, width), flops, typed)
+    typed = [(f"flash {known} {direction}", at) for known in dict.fromkeys((kind, plain))]
+    if query[-2] == 1:
+        typed.append((f"decode {direction}", (length, width, sharing)))
+    return Kernel(f"attention {plain} {direction}", (length, width), flops, tuple(typed))
 
 
 def _convolution(call: WorkKey, side: str) -> Kernel:
