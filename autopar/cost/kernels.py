@@ -187,6 +187,7 @@ def _attention(call: WorkKey, direction: str, flops: int) -> Kernel:
     sequences = math.prod(query[:-1]) / length  # as many tiles of queries as that many of the keys' length have
     sharing = math.prod(query[:-2]) / math.prod(key[:-2])
     at = sequences, length, width, sharing
+    typed: list[tuple[str, tuple[float, ...]]]
     typed = [(f"flash {known} {direction}", at) for known in dict.fromkeys((kind, plain))]
     if query[-2] == 1:
         typed.append((f"decode {direction}", (length, width, sharing)))

@@ -180,7 +180,8 @@ def least_largest(rows: Floats, between: tuple[Floats, Floats] | None = None) ->
     programme.Minimize(error)
     status = programme.Solve()
     assert status == pywraplp.Solver.OPTIMAL, (status, rows.tolist())
-    return np.array([variable.solution_value() for variable in variables]) / scale
+    solved: Floats = np.array([variable.solution_value() for variable in variables]) / scale
+    return solved
 
 
 def _seconds(points: Sequence[Observed]) -> Floats:
