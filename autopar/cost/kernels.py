@@ -17,7 +17,9 @@ bytes: operands that must be copied first, biases whose gradient is a sum of col
 A table may know a dtype alone (`NT bfloat16`; `known_kernels`): of attention, such a table is by (sequences, length,
 width, query heads that share a key and a value), its sequences those of all heads together (`flash causal forward
 bfloat16`). Under a mask that is a tensor it has tables of its own (`flash masked …`); where a profile has none, those
-of attention without a mask. Batches of products that it does not know are like one product of as many rows.
+of attention without a mask. Attention of one query a sequence, which takes what reading its keys and values from memory
+does, has a table by (length, width, query heads that share a key and a value) where it was measured (`decode forward
+float32`). Batches of products that a profile does not know are like one product of as many rows.
 
 The size of an image is the side of the square that has as many pixels. A transposed convolution is the gradient of the
 one that it transposes.
@@ -185,8 +187,11 @@ def _attention(call: WorkKey, direction: str, flops: int) -> Kernel:
     sequences = math.prod(query[:-1]) / length  # as many tiles of queries as that many of the keys' length have
     sharing = math.prod(query[:-2]) / math.prod(key[:-2])
     at = sequences, length, width, sharing
-    typed = tuple((f"flash {known} {direction}", at) for known in dict.fromkeys((kind, plain)))
-    return Kernel(f"attention {plain} {direction}", (length, width), flops, typed)
+    typed: list[tuple[str, tuple[float, ...]]]
+    typed = [(f"flash {known} {direction}", at) for known in dict.fromkeys((kind, plain))]
+    if query[-2] == 1:
+        typed.append((f"decode {direction}", (length, width, sharing)))
+    return Kernel(f"attention {plain} {direction}", (length, width), flops, tuple(typed))
 
 
 def _convolution(call: WorkKey, side: str) -> Kernel:

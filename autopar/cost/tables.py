@@ -20,10 +20,12 @@ from autopar.errors import ProfileError
 #: dims of the grid of each kind of table that is known, by the first word of its name
 _NUM_AXES = {
     "NT": 3, "NN": 3, "TN": 3, "batched": 3, "attention": 2, "flash": 4, "plain": 4, "strided": 3, "grouped": 3,
+    "decode": 3,
 }  # fmt: skip
 #: the family of operators whose kernels a table knows, by the first word of its name
 _FAMILIES = {
-    **dict.fromkeys(("NT", "NN", "TN", "batched"), "matmul"), **dict.fromkeys(("attention", "flash"), "attention"),
+    **dict.fromkeys(("NT", "NN", "TN", "batched"), "matmul"),
+    **dict.fromkeys(("attention", "flash", "decode"), "attention"),
     **dict.fromkeys(("plain", "strided", "grouped"), "convolution"),
 }  # fmt: skip
 MOST = 1e10  # of a rate, in its unit

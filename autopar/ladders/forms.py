@@ -5,15 +5,19 @@ Optimus (EuroSys'18, eq. 2), a step with w workers that have a global batch of M
     T(w, M) = θ₀ · M / w + θ₁ + θ₂ · w       all θ ≥ 0
 
 (its parameter servers are as many as workers here: gradients are summed by all of them, so that θ · w / p is a constant
-and is in θ₁.) Non-negative least squares of relative errors, over all batches together.
+and is in θ₁.) All batches together. A form is judged by its largest relative error, so fitting makes that least, by a
+linear programme (Chebyshev's approximation); of equal ones any:
+
+    minimise e    |T(w, M; θ) / t − 1| ≤ e for each rung that takes t, θ ≥ 0
 
 Pollux (OSDI'21, section 3.2), a step on K devices in N nodes of which each has m samples:
 
     T(K, m) = (T_grad^γ + T_sync^γ)^(1/γ)    T_grad = α + β · m      1 ≤ γ ≤ 10
     T_sync  = 0 of one device;  α_l + β_l · (K − 2) inside a node;  α_n + β_n · (K − 2) across nodes
 
-γ says how much of the sums is hidden behind the passes. For each γ of a grid the rest follows by rounds of non-negative
-least squares, each linear about the last; γ of least error counts.
+γ says how much of the sums is hidden behind the passes. For each γ of a grid the rest follows by rounds of such
+programmes, each linear about the last, within a reach that shrinks where that leads no closer; γ of the least largest
+error counts.
 
 A goodput is a throughput times Pollux' statistical efficiency (eq. 5) of batch M, as the gradient's noise scale φ (in
 samples) and the batch M₀ that a user would take say it:
@@ -25,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +39,9 @@ from autopar.ladders.rungs import Ladder, Rung
 
 Floats = npt.NDArray[np.float64]
 _GAMMAS = tuple(np.round(np.concatenate([np.arange(1.0, 3.0, 0.25), np.arange(3.0, 10.5, 1.0)]), 2).tolist())
-_ROUNDS = 30
+_LEAST_REACH, _LEAST_GAIN = 3e-3, 1e-2
+"""How far about the last a fit is looked for at least, in shares of what a parameter can be, and of its error what it
+must gain to go on. Halved, a fit takes twice as long, and is by less than a thousandth closer."""
 
 
 class Observed(NamedTuple):
@@ -96,12 +101,14 @@ def _optimus_seconds(theta: Mapping[str, float], at: Observed) -> float:
 
 def _fit_optimus(points: Sequence[Observed]) -> dict[str, float]:
     rows = np.array([[p.batch / p.devices, 1.0, p.devices] for p in points]) / _seconds(points)[:, None]
-    found = non_negative(rows, np.ones(len(points)))
+    found = least_largest(rows)
     return {f"theta{number}": float(value) for number, value in enumerate(found)}
 
 
 # Pollux ----------------------------------------
 
+_LEAST_PART = 1e-3  # of a step, of what is linear about: slopes are finite
+_NO_PART = 1e-9  # of a column's largest: less tells a solver nothing, and makes it stop
 _ALPHAS = ("alpha_grad", "beta_grad", "alpha_local", "beta_local", "alpha_node", "beta_node")
 
 
@@ -113,32 +120,34 @@ def _pollux_seconds(own: Mapping[str, float], at: Observed) -> float:
 
 
 def _fit_pollux(points: Sequence[Observed]) -> dict[str, float]:
-    every = (_pollux_of(points, gamma) for gamma in _GAMMAS)
-    return min(every, key=lambda own: sum((_pollux_seconds(own, p) / p.seconds - 1) ** 2 for p in points))
+    _, gamma, own = min((_pollux_of(points, gamma) for gamma in _GAMMAS), key=lambda found: found[0])
+    return {**dict(zip(_ALPHAS, map(float, own), strict=True)), "gamma": gamma}
 
 
-def _pollux_of(points: Sequence[Observed], gamma: float) -> dict[str, float]:
-    """Of one γ. T is of degree one in its parameters, so that T = Σ ∂T/∂p · p: each round is a linear problem."""
-    seconds, (grad_rows, sync_rows) = _seconds(points), _pollux_rows(points)
-    one = np.ones(len(points))
-    own = non_negative(np.hstack([grad_rows, sync_rows]) / seconds[:, None], one)
-    best, least = own, _squares(grad_rows, sync_rows, own, gamma, seconds)
-    for _ in range(_ROUNDS if gamma > 1 else 0):
-        grad, sync = (np.maximum(part, 1e-3 * seconds) for part in (grad_rows @ own[:2], sync_rows @ own[2:]))
-        whole = (grad**gamma + sync**gamma) ** (1 / gamma)
-        slopes = [
-            rows * ((part / whole) ** (gamma - 1))[:, None] for rows, part in ((grad_rows, grad), (sync_rows, sync))
-        ]
-        own = (own + non_negative(np.hstack(slopes) / seconds[:, None], one)) / 2
-        error = _squares(grad_rows, sync_rows, own, gamma, seconds)
-        best, least = (own, error) if error < least else (best, least)
-    return {**dict(zip(_ALPHAS, map(float, best), strict=True)), "gamma": float(gamma)}
+def _pollux_of(points: Sequence[Observed], gamma: float) -> tuple[float, float, Floats]:
+    """Of one γ: the largest error, γ, parameters. T is of degree one in these, so that T = Σ ∂T/∂p · p: each round is
+    a linear programme, from a point on at which both parts count."""
+    seconds = _seconds(points)
+    grad_rows, sync_rows = (rows / seconds[:, None] for rows in _pollux_rows(points))
 
+    def parts(own: Floats) -> tuple[Floats, Floats, Floats]:
+        grad, sync = grad_rows @ own[:2], sync_rows @ own[2:]
+        most = np.maximum(np.maximum(grad, sync), 1e-300)  # taken out of powers, which overflow
+        return grad, sync, most * ((grad / most) ** gamma + (sync / most) ** gamma) ** (1 / gamma)
 
-def _squares(grad_rows: Floats, sync_rows: Floats, own: Floats, gamma: float, seconds: Floats) -> float:
-    """Of relative errors."""
-    whole = ((grad_rows @ own[:2]) ** gamma + (sync_rows @ own[2:]) ** gamma) ** (1 / gamma)
-    return float(np.sum((whole / seconds - 1) ** 2))
+    def largest(own: Floats) -> float:
+        return float(np.abs(parts(own)[2] - 1).max())
+
+    most = np.hstack([grad_rows, sync_rows]).max(axis=0)
+    scale = np.where(most > 0, 1 / np.maximum(most, 1e-300), 0.0)  # of what no rung depends on: 0
+    own, reach = (least_largest(np.hstack([grad_rows, sync_rows])), 0.0) if gamma == 1 else (scale / 4, 1.0)
+    while reach > _LEAST_REACH:
+        grad, sync, whole = (np.maximum(part, _LEAST_PART) for part in parts(own))
+        both = (grad_rows, grad), (sync_rows, sync)
+        slopes = np.hstack([rows * ((part / whole) ** (gamma - 1))[:, None] for rows, part in both])
+        near = least_largest(slopes, (own - reach * scale, own + reach * scale))
+        own, reach = (near, reach) if largest(near) < largest(own) * (1 - _LEAST_GAIN) else (own, reach / 3)
+    return largest(own), gamma, own
 
 
 def _pollux_rows(points: Sequence[Observed]) -> tuple[Floats, Floats]:
@@ -151,23 +160,28 @@ def _pollux_rows(points: Sequence[Observed]) -> tuple[Floats, Floats]:
     return grad, sync
 
 
-# Least squares ----------------------------------------
+# Least largest error ----------------------------------------
 
 
-def non_negative(rows: Floats, wanted: Floats) -> Floats:
-    """The x ≥ 0 of least |rows · x − wanted|, exact for a few unknowns: the best of all sets that are not zero."""
-    count = rows.shape[1]
-    best, least = np.zeros(count), float(np.sum(wanted**2))
+def least_largest(rows: Floats, between: tuple[Floats, Floats] | None = None) -> Floats:
+    """The x ≥ 0, between these where they are given, of least max |rows · x − 1|, exact: a linear programme."""
+    from ortools.linear_solver import pywraplp  # lazy: a second to import
+
+    programme = pywraplp.Solver.CreateSolver("GLOP")
     scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
-    for size in range(1, count + 1):
-        for some in combinations(range(count), size):
-            own = list(some)
-            found = np.linalg.lstsq(rows[:, own] / scale[own], wanted, rcond=None)[0] / scale[own]
-            error = float(np.sum((rows[:, own] @ found - wanted) ** 2))
-            if (found >= 0).all() and error < least * (1 - 1e-12):
-                best, least = np.zeros(count), error
-                best[own] = found
-    return best
+    lowest, highest = between or (np.zeros(rows.shape[1]), np.full(rows.shape[1], np.inf))
+    ranges = zip(np.maximum(lowest, 0.0) * scale, highest * scale, strict=True)
+    variables = [programme.NumVar(float(low), float(high), "") for low, high in ranges]
+    error = programme.NumVar(0.0, programme.infinity(), "error")
+    for row in (rows / scale).tolist():
+        found = sum(part * variable for part, variable in zip(row, variables, strict=True) if part > _NO_PART)
+        programme.Add(found <= 1 + error)
+        programme.Add(found >= 1 - error)
+    programme.Minimize(error)
+    status = programme.Solve()
+    assert status == pywraplp.Solver.OPTIMAL, (status, rows.tolist())
+    solved: Floats = np.array([variable.solution_value() for variable in variables]) / scale
+    return solved
 
 
 def _seconds(points: Sequence[Observed]) -> Floats:

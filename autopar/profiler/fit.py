@@ -20,7 +20,7 @@ from autopar.ops.work import WorkKey, WorkKind
 
 RESERVE_BYTES = 512 << 20
 LEAST_SHARE = 0.1  # of a measured time that is left after call costs: below it lies noise
-MATRIX_FAMILIES = ("matmul", "attention", "convolution")
+MATRIX_FAMILIES = ("matmul", "attention", "decode", "convolution")
 COMPUTING_FAMILIES = (*MATRIX_FAMILIES, "max_pool", "avg_pool")
 #: bytes that AdamW reads or writes for a float32 parameter
 OPTIMIZER_BYTES = 28.0
@@ -155,7 +155,7 @@ def _operators(
     raw: Mapping[str, Any], families: Mapping[str, Points], peak: float, bandwidth: float
 ) -> list[dict[str, Any]]:
     calls, engine = _calls(raw, families), _engine_ns(raw, families)
-    calling = ("matmul", "linear", "einsum", "view")  # of which only what a call costs is measured, or tables
+    calling = ("matmul", "linear", "einsum", "view", "decode")  # of which only what a call costs is measured, or tables
     curved = {family: points for family, points in families.items() if family not in calling}
     found = [_operator(family, points, calls[family], engine, peak, bandwidth) for family, points in curved.items()]
     matmul = _operator("matmul", families["linear"], calls["matmul"], engine, peak, bandwidth)
@@ -240,7 +240,7 @@ def _point(point: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tables(families: Mapping[str, Points], calls: Mapping[str, Pair]) -> list[dict[str, Any]]:
-    """Products by layout, attention by mask and direction, convolutions by form, kernel and direction."""
+    """Products by layout, attention by mask and direction and of one query, convolutions by form, kernel, direction."""
     rates: dict[str, dict[tuple[float, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
     for family in MATRIX_FAMILIES:
         for point in families.get(family, ()):
@@ -259,6 +259,8 @@ def _vertices(
     kind = point["kind"]
     if family == "matmul":
         return [(kind, shape, point["forward_ns"])]
+    if family == "decode":
+        return [("decode forward float32", shape[1:], _net(point["forward_ns"], calls["attention"][0]))]
     forward, backward = (_net(point[f"{side}_ns"], calls[family][n]) for n, side in enumerate(("forward", "backward")))
     if family == "attention":
         at = shape[2:]

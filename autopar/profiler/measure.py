@@ -64,8 +64,8 @@ Operator = Callable[..., torch.Tensor]
 class Case(NamedTuple):
     """What to measure: its family, how it is called, how its operands are made, which gradients are wanted.
 
-    `kind` tells apart cases of one family whose times do not follow from work alone. has_weight: the last operand is
-    one, which no cache holds.
+    `kind` tells apart cases of one family whose times do not follow from work alone. weights: how many of the last
+    operands are such, or kept for as long, which no cache holds.
     """
 
     family: str
@@ -75,7 +75,7 @@ class Case(NamedTuple):
     run: Operator
     detail: str = ""
     kind: str = ""
-    has_weight: bool = False
+    weights: int = 0
 
 
 def operator_cases() -> list[Case]:
@@ -160,6 +160,8 @@ ROWS, COLUMNS, INNER = (16, 64, 256, 1024, 4096), (32, 128, 512, 2048), (32, 128
 BATCHED = (16, 64, 256, 1024)
 LENGTHS, WIDTHS = (32, 128, 512), (16, 32, 64, 128)
 BATCH = 8
+#: Of attention of one query a sequence: cached keys, their width, query heads that share them, elements of all keys.
+DECODE_LENGTHS, DECODE_WIDTHS, GROUPED_QUERIES, DECODE_ELEMENTS = (64, 256, 1024), (32, 128), (1, 4), 1 << 20
 #: Of convolutions: channels from those of photographs on; sizes of results; one image, whose weights are laid out anew
 #: for few pixels, and several. Strided ones are of other kernels, so are grouped ones, whose channels are a group's.
 CHANNELS, FILTERS, SIZES = (3, 16, 64, 256, 1024), (16, 64, 256, 1024), (4, 8, 16, 32, 64)
@@ -187,14 +189,14 @@ def _product(layout: str, m: int, n: int, k: int) -> Case:
     def run(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return torch.mm(left.t() if layout == "TN" else left, right.t() if layout == "NT" else right)
 
-    return Case("matmul", "mm", (m, n, k), operands, run, kind=layout, has_weight=layout != "TN")
+    return Case("matmul", "mm", (m, n, k), operands, run, kind=layout, weights=int(layout != "TN"))
 
 
 def _batched(m: int, n: int, k: int) -> Case:
     def operands() -> Tensors:
         return [_drawn(BATCH, m, k), _drawn(BATCH, k, n)]
 
-    return Case("matmul", "bmm", (m, n, k), operands, torch.bmm, kind="batched", has_weight=True)
+    return Case("matmul", "bmm", (m, n, k), operands, torch.bmm, kind="batched", weights=1)
 
 
 def _attention_cases() -> Iterator[Case]:
@@ -203,6 +205,8 @@ def _attention_cases() -> Iterator[Case]:
             for width in WIDTHS:
                 yield _attention(max(1, 2048 // length), length, width, causal)
     yield _attention(1, 2, 2, True)  # what a call costs
+    for length, width, group in itertools.product(DECODE_LENGTHS, DECODE_WIDTHS, GROUPED_QUERIES):
+        yield _decode(max(1, DECODE_ELEMENTS // (length * width)), length, width, group)
 
 
 class Convolution(NamedTuple):
@@ -330,7 +334,7 @@ def _linear(tokens: int, width: int, features: int) -> Case:
         shape,
         lambda: _leaves((1, tokens, width), (features, width)),
         aten.linear.default,
-        has_weight=True,
+        weights=1,
     )
 
 
@@ -355,6 +359,20 @@ def _attention(heads: int, length: int, width: int, causal: bool) -> Case:
     return Case("attention", name, shape, lambda: _leaves(shape, shape, shape), run, detail, detail or "full")
 
 
+def _decode(heads: int, length: int, width: int, group: int) -> Case:
+    """One query a sequence, under the mask that a cache of keys has: the queries of a head as those of one sequence."""
+    shape, mask = (1, heads, length, width), torch.ones(1, 1, 1, length, dtype=torch.bool)
+
+    def operands() -> Tensors:
+        return [_drawn(1, heads, group, width), _drawn(*shape), _drawn(*shape)]
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return _tensor(aten.scaled_dot_product_attention.default(q, k, v, mask))
+
+    name, sizes = "scaled_dot_product_attention", (heads, length, width, group)
+    return Case("decode", name, sizes, operands, run, "masked", weights=2)
+
+
 def _convolution(made: Convolution, gradient: str) -> Case:
     def operands() -> Tensors:
         side = made.stride * made.size
@@ -366,9 +384,7 @@ def _convolution(made: Convolution, gradient: str) -> Case:
         stride, padding = [made.stride] * 2, [made.kernel // 2] * 2
         return _tensor(aten.conv2d.default(x, weight, None, stride, padding, [1, 1], made.groups))
 
-    return Case(
-        "convolution", "conv2d", made.coordinates, operands, run, kind=f"{made.kind} {gradient}", has_weight=True
-    )
+    return Case("convolution", "conv2d", made.coordinates, operands, run, kind=f"{made.kind} {gradient}", weights=1)
 
 
 def _layer_norm(rows: int, width: int) -> Case:
@@ -479,8 +495,8 @@ def measure_case(case: Case, clock: WorkTimer) -> tuple[int, int]:
     deadline = time.perf_counter() + SECONDS_A_POINT * (4 if passing.numel() else 1)
     while time.perf_counter() < deadline or len(times) < LEAST_TIMES:
         operands = sets[len(times) % len(sets)]
-        if case.has_weight:
-            operands = [*operands[:-1], _WEIGHTS.take(operands[-1])]
+        if case.weights:
+            operands = [*operands[: -case.weights], *map(_WEIGHTS.take, operands[-case.weights :])]
         times.append(_measure_once(case, operands, gradient, passing, clock))
     forward, backward = zip(*times[1:], strict=True)
     return median_high(forward), median_high(backward)

@@ -20,8 +20,8 @@ Method = Callable[[Any], tuple[Tensor, ...]]
 def computed_once(method: Method) -> Method:
     """A method of a module whose results do not depend on inputs or parameters; they need no gradient.
 
-    They may depend on buffers. A checkpoint is read into these in place, past `load_full_state_dict`, so what is kept
-    holds for the version of the buffers that it was made from.
+    They may depend on buffers, but for those that forward sets, such as a cache of keys. A checkpoint is read into
+    buffers in place, past `load_full_state_dict`, so what is kept holds for the version of those that it was made from.
     """
     return _kept(method, _buffers)
 
@@ -73,8 +73,15 @@ def _holders(module: Any) -> Iterator[Parameters]:
 
 
 def _buffers(module: Any) -> list[Tensor]:
-    """This rank's part of every buffer: tensors that stay the same objects as long as the program lives."""
-    return [holder.__dict__[name] for holder in _holders(module) for name in holder.declared_buffers]
+    """This rank's part of every buffer that forward has not set so far: tensors that stay the same objects as long as
+    the program lives. After a first step, those that it sets have another version at each, and no constant is made of
+    them."""
+    return [
+        holder.__dict__[name]
+        for holder in _holders(module)
+        for name in holder.declared_buffers
+        if name not in holder.set_by_forward
+    ]
 
 
 def _everything_stored(module: Any) -> list[Tensor]:

@@ -164,7 +164,7 @@ class Parameters(nn.Module):
         super().__init__()
         self.__dict__.update(
             declared_parameters={}, declared_buffers={}, stored_parameters={}, pending_updates={}, late_tensors={},
-            model_names={},
+            model_names={}, set_by_forward=set(),
         )  # fmt: skip
         for name, declaration in declared.items():
             setattr(self, name, declaration)
@@ -175,6 +175,7 @@ class Parameters(nn.Module):
     pending_updates: dict[str, Tensor]
     late_tensors: dict[str, Callable[[], Tensor]]
     model_names: dict[str, str]  # by attribute, where the model calls it otherwise
+    set_by_forward: set[str]  # attributes, so far
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, Parameter):

@@ -127,6 +127,7 @@ class Local:
     def _take_updates(self, holder: Parameters) -> None:
         """Keeps what forward has set; copied where it is memory of what is stored or used, which changes first, or a
         part of something larger. What was written in place is stored already."""
+        holder.set_by_forward.update(holder.pending_updates)
         for attribute, value in holder.pending_updates.items():
             target = self._targets[holder, attribute]
             if value.is_set_to(target.local):

@@ -131,11 +131,10 @@ class Server:
 
     def _run(self, program: Rank, steps: int, new: Mapping[int, list[int]]) -> Tensor:
         """One step. new: by slot, its new tokens, which are put at the end of its row."""
-        tokens = torch.zeros(self.max_batch, steps, dtype=torch.int64)
-        starts, lengths = (torch.zeros(self.max_batch, dtype=torch.int64) for _ in range(2))
-        for slot, own in new.items():
-            tokens[slot, steps - len(own) :] = torch.tensor(own)
-            starts[slot], lengths[slot] = self._cached[slot], len(own)
+        rows = [new.get(slot, []) for slot in range(self.max_batch)]  # as lists: an operator a slot takes as long as it
+        tokens = torch.tensor([[0] * (steps - len(own)) + own for own in rows])
+        starts = torch.tensor([self._cached[slot] if own else 0 for slot, own in enumerate(rows)])
+        lengths = torch.tensor([len(own) for own in rows])
         with torch.no_grad():
             logits: Tensor = program(tokens=tokens, starts=starts, lengths=lengths)
         for slot, own in new.items():

@@ -175,3 +175,27 @@ def test_a_slower_device_is_slower_in_all() -> None:
     slow = ALONE.slowed(3.0)
     assert slow.kernel_ns((512, 512, 512), 1e9) == pytest.approx(3 * ALONE.kernel_ns((512, 512, 512), 1e9))
     assert slow.kernel_ns((16, 16, 16), 1) == 4500
+
+
+def test_attention_of_one_query_takes_what_reading_its_keys_does() -> None:
+    """Its table is by what a group of queries shares; where it is not measured, that of many queries says it, and how
+    fast memory is. Several queries never take its price."""
+    axes = ((64.0, 1024.0), (32.0, 128.0), (1.0, 4.0))
+    decode = Table("decode forward float32", axes, (4000.0, 1000.0) * 4, SOURCE, unit_ns=1e-6)  # four queries: a read
+    many = Table("attention full forward", ((32.0, 512.0), (16.0, 128.0)), (5.0,) * 4, SOURCE, unit_ns=1e-6)
+    kept = (8, 4, 256, 32)
+
+    def spent(heads: int, queries: int, *tables: Table) -> int:
+        sizes = ((8, heads, queries, 32), kept, kept)
+        tensors = {n: Tensor(n, shape, "float32", False) for n, shape in zip("abcy", (*sizes, sizes[0]), strict=True)}
+        op, keywords = "aten.scaled_dot_product_attention.default", (("enable_gqa", True),)
+        node = Node("y", op, tuple(map(Ref, "abc")), keywords, ("y",))
+        return node_time_ns(node, sizes, (sizes[0],), tensors, device(*tables))[0]
+
+    flops = 4 * 8 * 4 * 256 * 32
+    assert spent(4, 1, many, decode) == pytest.approx(flops * 4e-3, abs=1)
+    assert spent(16, 1, many, decode) == pytest.approx(4 * flops * 1e-3, abs=1)
+    assert spent(8, 1, many, decode) == pytest.approx(2 * flops * 2e-3, abs=1)
+    num_bytes = 4 * (2 * 8 * 4 * 256 * 32 + 2 * 8 * 4 * 32)
+    assert spent(4, 1, many) == pytest.approx(max(flops * 5e-6, num_bytes / 1e3), abs=2)
+    assert spent(4, 8, many, decode) == spent(4, 8, many)

@@ -39,6 +39,7 @@ OPERATORS = {
     "KERNELS": (1,), "BATCHES": (1,), "GROUP_CHANNELS": (4,),
     "LOOKUP_SHAPES": ((4, 10, 4), (64, 1000, 64)), "LOSS_SHAPES": ((2, 8), (32, 256)),
     "IMAGE_SHAPES": ((2, 2, 2), (4, 16, 8)), "LINEAR_SHAPES": ((2, 4, 4), (128, 128, 128)),
+    "DECODE_LENGTHS": (32,), "DECODE_WIDTHS": (16,), "GROUPED_QUERIES": (1, 2), "DECODE_ELEMENTS": 1 << 12,
     "TYPED_PRODUCTS": ((64, 64, 64),), "TYPED_ATTENTION": ((2, 16, 16),), "TYPED_ROWS": ((64, 64),),
 }  # fmt: skip
 COLLECTIVES = {
@@ -77,6 +78,7 @@ def test_what_this_host_measures_is_a_profile(tmp_path: Path) -> None:
         == set(profile.curve("matmul").dtype_ratios)
         == set(profile.curve("pointwise").dtype_ratios)
     )
+    assert profile.tables["decode forward float32"].axes == ((32,), (16,), (1, 2))
     axis = Axis("dp", 2, 1)
     few, many = (collective_time_ns("all_reduce", size, axis, 2, profile) for size in (1 << 10, 1 << 22))
     assert 0 < few <= many < 10**10

@@ -238,3 +238,16 @@ def test_constants_follow_buffers_that_are_read_in_place() -> None:
     loss = part.train_step(torch.tensor(0.5))
     part.state_dict()["table"].mul_(2)
     torch.testing.assert_close(part.train_step(torch.tensor(0.5)), 2 * loss)
+
+
+def test_constants_are_kept_while_forward_sets_other_buffers() -> None:
+    """Here `calls`. A cache of keys has another version at each step, and no constant is made of it."""
+    part, _ = one()
+    program: Any = part._locals[0].program
+    for _ in range(2):  # the first shows what is set
+        part.train_step(torch.tensor(0.5))
+    kept, calls = program.constants(), int(program.calls)
+    part.train_step(torch.tensor(0.5))
+    assert program.constants() is kept and int(program.calls) == calls + 1
+    part.state_dict()["table"].mul_(2)
+    assert program.constants() is not kept
