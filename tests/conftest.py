@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import difflib
+import gc
 import os
 import shutil
 import sys
@@ -121,6 +122,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if _part(item) or _has_fixtures_of_its_file(item) or _remembers(getattr(item, "module", None)):
             _group(item, _shared(item), config.getoption("loadgroup", False))
     items.sort(key=_part)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What has been imported stays: no collection of the tests, of which some are asked for, looks at it again.
+    Hypothesis does, when it begins, for who holds a generator of random numbers: it begins before."""
+    import hypothesis  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
 
 
 def _group(item: pytest.Item, name: str, is_told: bool) -> None:

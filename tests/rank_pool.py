@@ -8,6 +8,7 @@ in time, the pool is stopped and started anew for the next job.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import socket
 import traceback
@@ -25,7 +26,7 @@ from tests.garbage import collect_seldom
 
 #: what every rank needs and takes seconds to import: a server imports it once, and ranks are forks of that
 PRELOADED = ["torch.distributed.tensor", "torch.distributed.pipelining", "torch.distributed.pipelining.schedules",
-             "autopar.runtime", "autopar.program"]  # fmt: skip
+             "autopar.runtime", "autopar.program", "autopar.driver", "benchmarks.accuracy.memory"]  # fmt: skip
 START_S = 200.0  # for the first job: processes start slowly on a busy machine
 
 
@@ -129,6 +130,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
     from autopar import runtime
 
     collect_seldom()
+    gc.freeze()  # what was imported stays: no collection looks at it again
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
     while True:
