@@ -250,7 +250,7 @@ class SeparatePrices:
             used = lowering.shapes.local(name, target)[1]
             is_alone = used >= LONE_BYTES, False
             for direction in (0, 1):
-                for sent in lowering.transmissions_of(steps, sizes, direction) if times[direction] else ():
+                for sent in lowering.sending.of_steps(steps, sizes, direction) if times[direction] else ():
                     waited[direction] += sent.duration_ns if target in ends[direction] else 0
                     spent = sent.duration_ns if is_alone[direction] else sent.num_bytes * self._rate(sent)
                     total[sent.level != INSIDE] += times[direction] * spent
@@ -281,11 +281,11 @@ class SeparatePrices:
         """What the optimizer moves to update a stored tensor."""
         if not self._lowering.trains or not self.graph.stored_by_tensor[name].requires_grad:
             return 0
-        return self._lowering.moved_bytes(name, storage)
+        return self._lowering.stored.moved_bytes(self._plan, name, storage.placement)
 
     def optimizer_ns(self, moved_bytes: int, tensors: int) -> int:
         """How long it takes to update so many tensors."""
-        return self._lowering.optimizer_ns(moved_bytes, tensors) if moved_bytes else 0
+        return self._lowering.stored.update_ns(moved_bytes, tensors) if moved_bytes else 0
 
 
 def prices_of(graph: Graph, plan: Plan, profile: Profile, per_node: int, is_staged: bool = False) -> SeparatePrices:

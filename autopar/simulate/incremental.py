@@ -25,10 +25,11 @@ from autopar.ir.plan import Plan
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.stages import stage_graph
 from autopar.ops.copies import without_sums
+from autopar.simulate.lowering import devices_per_node, sent_values
+from autopar.simulate.operator_prices import PriceTable
 from autopar.simulate.orders import Unsupported
 from autopar.simulate.parted import PartedStage, PartlySplitStage
 from autopar.simulate.player import AS_EMITTED, Beyond, Overlap, Sums
-from autopar.simulate.program import PriceTable, devices_per_node, sent_values
 from autopar.simulate.schedule import PlayedStep, play_stages, profiles_of_stages
 from autopar.simulate.timeline import Timeline
 from autopar.simulate.unlike import play_unlike

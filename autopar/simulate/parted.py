@@ -17,6 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, StagePlan
 from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, DIRECTIONS, FORWARD
 from autopar.simulate.engine import COMPUTE, Carried, Change, Flight, Moment, Moved, after_moves
+from autopar.simulate.lowering import devices_per_node
 from autopar.simulate.part_player import (
     FOLLOWING,
     PRECEDING,
@@ -43,9 +44,9 @@ from autopar.simulate.player import (
     optimizer_pass,
     whole_pass,
 )
-from autopar.simulate.program import OtherLane, devices_per_node
 from autopar.simulate.renaming import Renames
 from autopar.simulate.segments import Key
+from autopar.simulate.sending import OtherLane
 from autopar.simulate.variants import SentValues, Variants
 from autopar.tunables import JOIN_PART_S, TAKE_PART_S
 

@@ -25,10 +25,13 @@ from autopar.cost import Profile
 from autopar.ir.branches import Coordinates, in_order
 from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Placement
-from autopar.ir.plan import NodePlan, StagePlan, Storage
+from autopar.ir.plan import NodePlan, StagePlan
 from autopar.ir.redistribution import Step
 from autopar.ir.schedule import FORWARD
 from autopar.simulate.facts import Call, GraphFacts
+from autopar.simulate.gathers import gathers_by_unit
+from autopar.simulate.lowering import Lowering
+from autopar.simulate.operator_prices import OperatorPrice, PriceTable
 from autopar.simulate.orders import (
     IN_LATER_PART,
     Buffers,
@@ -44,18 +47,14 @@ from autopar.simulate.program import (
     Item,
     LocalMemory,
     LocalProgram,
-    Lowering,
-    OperatorPrice,
-    OtherLane,
-    PriceTable,
     Slot,
-    StoredPrice,
     Transmission,
     Value,
     mark_gradients,
     mark_parts,
 )
 from autopar.simulate.segments import Segment
+from autopar.simulate.sending import OtherLane
 from autopar.simulate.sharing import Moving, OnWay, Ways
 from autopar.tunables import FINISH_ITEM_S, LOWER_NODE_S
 
@@ -220,7 +219,6 @@ class PartLowering(Lowering):
         """may_split: the backward pass may come in two parts; coordinates, others, casts: as in `Lowering`."""
         prices = PriceTable() if prices is None else prices
         super().__init__(graph, plan, profile, per_node, facts, prices, batched, may_split, coordinates, others, casts)
-        self._moved: dict[object, int] = {}
 
     def lower(
         self, segment: Segment, plan: StagePlan, steps: dict[tuple[str, Placement], tuple[Step, ...]], before: Arriving,
@@ -307,15 +305,16 @@ class PartLowering(Lowering):
         """Regathered slots of the part's units."""
         around = program.around()
         units = {unit for item in program.items for unit in around[item.unit]}
-        moved = [
-            number for number, slot in enumerate(program.slots)
-            if slot.converts and slot.storage.regather and slot.value >= num_entering and slot.unit in units - {0}
-        ]  # fmt: skip
-        return [self._bucket(group) for group in self._gathers(moved)]
+        blocks = units - {0}
+
+        def is_own(slot: Slot) -> bool:
+            return slot.storage.regather and slot.value >= num_entering and slot.unit in blocks
+
+        return gathers_by_unit(program.slots, self.sending, is_own)
 
     def price(self, node: Node, placed: NodePlan) -> OperatorPrice:
         """What an operator costs with some placements."""
-        known = self.prices.operators.get((self.twins.get(node.name, node.name), placed, ()))
+        known = self.operators.known(node, placed)
         if known is not None:
             return known
         self.program, self.known = LocalProgram(), {}
@@ -330,19 +329,10 @@ class PartLowering(Lowering):
             for name, placement in zip(node.results, placed.results, strict=True)
         ]
         self.plan = replace(self.plan, nodes={node.name: placed})
-        return self._operator_price(node, placed, inputs, outputs)
-
-    def stored_price(self, tensor: str) -> StoredPrice:
-        """What a stored tensor takes, and its update."""
-        return self._stored_price(tensor)
-
-    def moved_bytes(self, tensor: str, storage: Storage) -> int:
-        """What the update of a stored tensor moves where it is stored so."""
-        kept = self.graph.kept(tensor)
-        key = kept.shape, kept.dtype, storage.placement
-        if key not in self._moved:
-            self._moved[key] = self._update_bytes(kept.shape, kept.dtype, storage.placement)
-        return self._moved[key]
+        values = self.program.values
+        return self.operators.price(
+            self.plan, node, [values[value] for value in inputs], [values[value] for value in outputs]
+        )
 
     def route(self, tensor: str, target: Placement) -> tuple[Step, ...]:
         """The steps of a conversion. Raises PlanError where the plan has none."""
@@ -357,15 +347,9 @@ class PartLowering(Lowering):
     ) -> tuple[int, tuple[Transmission, ...]]:
         """What a conversion of an activation takes of the compute stream, and sends, forward (0) or backward."""
         sizes = self._step_bytes(tensor, steps)
-        sent = self._transmissions(steps, sizes, direction)
+        sent = self.sending.of_steps(steps, sizes, direction)
         views = self.profile.facts.view_ns
         return self._handling_ns(steps, sizes, direction) if sent else views[direction], sent
-
-    def transmissions_of(
-        self, steps: tuple[Step, ...], sizes: Sequence[tuple[int, int]], direction: int
-    ) -> tuple[Transmission, ...]:
-        """What a bucket sends on its way, forward (0) or backward."""
-        return self._transmissions(steps, sizes, direction)
 
     # Gradients ----------------------------------------
 

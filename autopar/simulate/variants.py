@@ -19,6 +19,8 @@ from autopar.ir.structure import batch_inputs
 from autopar.runtime.packing import BUCKET_SIZES, BucketSizes
 from autopar.simulate.engine import LAST, Carried, Engine, Moment
 from autopar.simulate.facts import graph_facts
+from autopar.simulate.gathers import first_gathers, gathers_by_unit
+from autopar.simulate.operator_prices import PriceTable, StoredPrice
 from autopar.simulate.orders import Orders, Unsupported
 from autopar.simulate.part_player import (
     PRECEDING,
@@ -42,8 +44,10 @@ from autopar.simulate.parts import (
     ways_of,
 )
 from autopar.simulate.player import AS_EMITTED, Meet, Overlap, Pass, Played, Player, finished, first_read
-from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, OtherLane, PriceTable, StoredPrice, Transmission
+from autopar.simulate.program import LocalProgram, Slot, Transmission
+from autopar.simulate.residents import STEP_COUNT_BYTES, other_residents
 from autopar.simulate.segments import Differences, Key, Numbers, Segment, known_segments
+from autopar.simulate.sending import OtherLane
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways
 
 Neighbour = tuple[int, tuple[int, ...]]
@@ -320,7 +324,7 @@ class Variants:
         return found
 
     def _sent(self, steps: tuple[Step, ...], sizes: Sizes) -> tuple[Transmission, ...]:
-        return self.lowering.transmissions_of(steps, sizes, 1)
+        return self.lowering.sending.of_steps(steps, sizes, 1)
 
     def tracked(self, microbatches: int) -> Sequence[Sequence[tuple[int, str]]]:
         """By segment, the stored tensors, with their places, that may have memory for their gradients when it begins:
@@ -364,16 +368,16 @@ class Variants:
         if len(set(members)) < len(members):
             raise Unsupported("equal parts have parameters of no block")
         place, units = {number: at for at, number in enumerate(numbers)}, dict[tuple[int, int], int]()
-        program = self.lowering.program = LocalProgram()
+        slots = list[Slot]()
         for at, (number, n) in enumerate(found):
             slot = parts[number].program.slots[n]
             unit = (number, slot.unit) if slot.unit else (0, 0)
-            program.slots.append(slot.at(at, units.setdefault(unit, len(units)), ""))
+            slots.append(slot.at(at, units.setdefault(unit, len(units)), ""))
         buckets = [
             RootBucket(
                 tuple((place[found[n][0]], found[n][1]) for n in bucket.slots), bucket.transmissions, bucket.convert_ns
             )
-            for bucket in self.lowering.gathers_of(program)
+            for bucket in gathers_by_unit(slots, self.lowering.sending)
         ]  # fmt: skip
         return numbers, Root(members, tuple(buckets))
 
@@ -423,7 +427,7 @@ class Variants:
                 slot = part.program.slots[n]
                 places.append((number, n))
                 program.slots.append(slot.at(len(places) - 1, 0, f"{number}:{n}"))
-        program.gathers = self.lowering.first_gathers_of(program, self._overlap.packing)
+        program.gathers = first_gathers(program.slots, self.lowering.sending, self._overlap.packing)
         begun = Player(program, self.profile, Orders(), self._overlap).gather(carried, meet)
         quiet = sum(part.first_bytes - part.first_played_bytes for part in parts) if is_plain else 0
         if quiet:
@@ -447,9 +451,8 @@ class Variants:
 
     def _update(self, plan: StagePlan, changed: set[int]) -> None:
         lowering, stored = self.lowering, self.graph.stored
-        lowering.plan = plan
         for number in changed:
-            self._stored_prices[number] = lowering.stored_price(stored[number].tensor)
+            self._stored_prices[number] = lowering.stored.price(plan, stored[number].tensor)
         pairs = zip(self._stored_prices, stored, strict=True)
         trained = [(price, plan.storage[item.tensor].on_host) for price, item in pairs if item.requires_grad]
         moved = sum([price.moved_bytes for price, on_host in trained if not on_host])
@@ -459,7 +462,7 @@ class Variants:
         rate = host_of(self.profile).update_bandwidth if at_host else None
         if rate is None:  # the device computes for both
             moved, at_host = moved + at_host, 0
-        calls = lowering.optimizer_ns(moved, len(trained)) if moved or at_host else 0
+        calls = lowering.stored.update_ns(moved, len(trained)) if moved or at_host else 0
         self._updated = calls + (round(at_host * 1e9 / rate) if rate else 0), most
 
     def host_bytes(self, plan: StagePlan) -> int:
@@ -478,8 +481,9 @@ class Variants:
     def residents(self, plan: StagePlan, parts: Sequence[Part]) -> list[tuple[int, str]]:
         """Bytes that stay through the step, with their kinds."""
         self.optimizer(plan)
-        self._place_residents(plan, parts)
-        held = self.lowering.other_residents()
+        held = other_residents(
+            self.graph, plan, self.lowering.batched, _constants(parts), self.trains, self.profile.device_type
+        )
         for price, item in zip(self._stored_prices, self.graph.stored, strict=True):
             if plan.storage[item.tensor].on_host:
                 continue
@@ -488,18 +492,17 @@ class Variants:
                 held.append((price.state_bytes + (STEP_COUNT_BYTES if price.state_bytes else 0), "optimizer"))
         return held
 
-    def _place_residents(self, plan: StagePlan, parts: Sequence[Part]) -> None:
-        lowering, loss = self.lowering, self.graph.loss
-        lowering.plan, lowering.program = plan, LocalProgram()
-        lowering.placements = {} if loss is None else {loss: ()}
-        constants: dict[object, int] = {}
-        entering: list[object] = [(-1, n) for n in range(parts[0].lowered.num_memory)]
-        for number, lowered in enumerate(part.lowered for part in parts):
-            names: dict[int, object] = {s: (number, s) for s in (*lowered.constants, *lowered.storages)}
-            names |= dict(enumerate(entering))
-            constants.update((names[storage], size) for storage, size in lowered.constants.items())
-            entering = [names[storage] for storage in lowered.storages]
-        lowering.constants = dict(enumerate(constants.values()))
+
+def _constants(parts: Sequence[Part]) -> list[int]:
+    """Bytes of what is computed once and kept, each once in parts that hand it on."""
+    constants: dict[object, int] = {}
+    entering: list[object] = [(-1, n) for n in range(parts[0].lowered.num_memory)]
+    for number, lowered in enumerate(part.lowered for part in parts):
+        names: dict[int, object] = {s: (number, s) for s in (*lowered.constants, *lowered.storages)}
+        names |= dict(enumerate(entering))
+        constants.update((names[storage], size) for storage, size in lowered.constants.items())
+        entering = [names[storage] for storage in lowered.storages]
+    return [*constants.values()]
 
 
 def _neighbours(parts: Sequence[Part]) -> tuple[list[Neighbour], list[Neighbour]]:

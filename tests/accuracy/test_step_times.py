@@ -6,7 +6,7 @@ import pytest
 
 from autopar.ir.placement import I, P, R, S
 from autopar.ir.redistribution import Step
-from autopar.simulate.program import copied_bytes
+from autopar.simulate.lowering import copied_bytes
 from benchmarks.accuracy.cpu import Row, contenders, losses, measured, spearman, summary
 from benchmarks.accuracy.pairs import Pair
 

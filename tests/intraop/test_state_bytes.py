@@ -13,7 +13,7 @@ from autopar.pipeline import template_of_graph
 from autopar.planning import Place, divided
 from autopar.profiler import load_profile
 from autopar.request import Request, SearchBudget
-from autopar.simulate.program import STEP_COUNT_BYTES
+from autopar.simulate.residents import STEP_COUNT_BYTES
 from autopar.trace import find_blocks, trace
 from models import mlp
 
