@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autopar.ir.schedule import BACKWARD, DIRECTIONS, FORWARD
 from autopar.observed.kineto import RECOMPUTE
 from autopar.simulate.engine import COMPUTE, Task
-from autopar.simulate.player import STOPPING
+from autopar.simulate.overlap import STOPPING
 from autopar.simulate.timeline import Lane, Timeline
 
 OPTIMIZER = "optimizer"

@@ -49,7 +49,7 @@ from autopar.simulate.facts import call_of, graph_facts
 from autopar.simulate.incremental import Incremental
 from autopar.simulate.parted import PartedStage, stage_in_one
 from autopar.simulate.parts import NUM_BEFORE, Part, PartLowering
-from autopar.simulate.player import Pass, PassKind
+from autopar.simulate.passes import Pass, PassKind
 from autopar.simulate.program import Item, Transmission
 from autopar.simulate.schedule import StageProgress, Submesh, profiles_of_stages
 from autopar.simulate.traffic import reached_tensors

@@ -28,8 +28,9 @@ from autopar.ops.copies import without_sums
 from autopar.simulate.lowering import devices_per_node, sent_values
 from autopar.simulate.operator_prices import PriceTable
 from autopar.simulate.orders import Unsupported
+from autopar.simulate.overlap import AS_EMITTED, Overlap, Sums
 from autopar.simulate.parted import PartedStage, PartlySplitStage
-from autopar.simulate.player import AS_EMITTED, Beyond, Overlap, Sums
+from autopar.simulate.passes import Beyond
 from autopar.simulate.schedule import PlayedStep, play_stages, profiles_of_stages
 from autopar.simulate.timeline import Timeline
 from autopar.simulate.unlike import play_unlike

@@ -18,8 +18,10 @@ from autopar.ir.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
 from autopar.simulate.engine import COMPUTE, LAST, Carried, Engine, Flight
 from autopar.simulate.orders import Direction, Orders, Unsupported, first_operand
+from autopar.simulate.overlap import Overlap
 from autopar.simulate.parts import NUM_BEFORE, Part
-from autopar.simulate.player import ROOT, Journey, Meet, Overlap, PassKind, Played, Player, Travelling, finished, meets
+from autopar.simulate.passes import Journey, Meet, PassKind, Played, Travelling, finished
+from autopar.simulate.player import ROOT, Player, meets
 from autopar.simulate.program import Bucket, LocalProgram, Slot, Transmission, is_summed_first, way_of_slot
 from autopar.simulate.sharing import Share
 from autopar.tunables import PLAY_ITEM_S

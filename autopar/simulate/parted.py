@@ -18,6 +18,7 @@ from autopar.ir.plan import Plan, StagePlan
 from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, DIRECTIONS, FORWARD
 from autopar.simulate.engine import COMPUTE, Carried, Change, Flight, Moment, Moved, after_moves
 from autopar.simulate.lowering import devices_per_node
+from autopar.simulate.overlap import AS_EMITTED, Overlap
 from autopar.simulate.part_player import (
     FOLLOWING,
     PRECEDING,
@@ -28,13 +29,11 @@ from autopar.simulate.part_player import (
     PartPlayer,
 )
 from autopar.simulate.parts import Part
-from autopar.simulate.player import (
-    AS_EMITTED,
+from autopar.simulate.passes import (
     LEAVE_GRADIENTS,
     Beyond,
     Bound,
     Meet,
-    Overlap,
     Pass,
     PassKind,
     Played,

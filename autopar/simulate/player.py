@@ -9,364 +9,48 @@ what the region before begins with.
 
 A backward pass may come in two parts: the first makes gradients of what earlier stages sent, with the regathered
 parameters that this takes; the second those of stored tensors.
-
-A pass that begins in the same state as an earlier one of its kind is that one, later: it is played once.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from functools import cache, cached_property, partial
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache, partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.cost.compute import copy_time_ns
 from autopar.cost.profile import host_of
-from autopar.ir.schedule import BACKWARD_INPUT, FORWARD
-from autopar.runtime.packing import BUCKET_SIZES, MAX_IN_FLIGHT, BucketSizes
+from autopar.runtime.packing import MAX_IN_FLIGHT
 from autopar.simulate.copies import CopiedCall
 from autopar.simulate.engine import (
-    COMPUTE,
     LAST,
     NOTHING_SENT,
     Carried,
-    Change,
     Engine,
-    Flight,
     Moment,
-    Moved,
     Sent,
-    Task,
 )
 from autopar.simulate.host_copies import DOWN, UP
 from autopar.simulate.orders import BackwardStep, Changes, Direction, Lifetimes, Orders
+from autopar.simulate.overlap import STOPPING, Overlap, Sums, queues_of
+from autopar.simulate.passes import (
+    UNDER_WAY,
+    Gathered,
+    Journey,
+    Meet,
+    PassKind,
+    Travelling,
+    ending,
+    finished,
+    first_read,
+)
 from autopar.simulate.program import Bucket, Item, LocalProgram, Slot, Transmission
 from autopar.simulate.sharing import Share
 
 BEGUN = "begun"  # marks a bucket that another part has begun, in the name of what is sent
-UNDER_WAY = "gradients under way"
 IN_CHUNKS = ("all_gather", "reduce_scatter")  # collectives that products can be computed beside, chunk by chunk
-STOPPING = ("activation", "operator")  # purposes of collectives that the rank does not go on beside
-STOPS, APART = "for activations", "for weights"  # in the names of a link's queues
 ROOT = 0  # the unit of parameters that belong to no block
-LEAVE_GRADIENTS = (FORWARD, BACKWARD_INPUT)  # passes that make no gradients of stored tensors
-
-
-Rename = Callable[[str], str]
-Meet = Callable[[int, int], int]
-"""From a collective's axis, and when this rank could start it: when all of its ranks can."""
-
-
-class Sums(Enum):
-    """When gradients are summed over ranks, and where.
-
-    EARLY: while the backward pass goes on, from memory that a bucket takes for it: the backward pass waits for earlier
-    buckets where too many hold theirs (`MAX_IN_FLIGHT`), as emitted programs do. BUFFERED: the same, from memory that
-    is there all the time, for which nothing waits, as in Megatron-LM. LATE: after the backward pass, as DeepSpeed's
-    pipeline engine does.
-    """
-
-    EARLY = "early"
-    BUFFERED = "buffered"
-    LATE = "late"
-
-
-class Overlap(NamedTuple):
-    """How a software hides what it sends behind what it computes.
-
-    sums: of gradients. cuts_activations: gathers before products and reductions behind them come in as many chunks as
-    there are ranks, each beside the product of another (Wang et al., ASPLOS'23; Transformer Engine's user buffers), so
-    that one chunk is left in which nothing is computed. Of products that take as long, as large models' do. casts: the
-    master weights are cast where they are used, and each gradient where it is made, as emitted programs do; others keep
-    weights in 16 bits, which their optimizer writes. adds: gradients are added to those of earlier microbatches by
-    kernels of their own, as emitted programs do; else the products that make them add them up in float32, at the pace
-    at which tables of a profile have gradients of weights (gradient accumulation fusion of Megatron-LM). balances:
-    attention in a ring first exchanges halves of sequences, so that all ranks have as much of the causal part, as
-    emitted programs do; else sequences come so from the input on, as Megatron-LM cuts them. queues_apart: gradients and
-    parameters queue by themselves on a level of links, as communicators of their own do, so that what stops a rank does
-    not wait behind them; the time in which both are under way is not told. bucket_bytes: of gradients or parameters
-    that travel together at most, the large ones too (Megatron-LM's flat buffers); 0 packs as emitted programs do.
-    """
-
-    sums: Sums = Sums.EARLY
-    cuts_activations: bool = False
-    casts: bool = True
-    adds: bool = True
-    balances: bool = True
-    queues_apart: bool = False
-    bucket_bytes: int = 0
-
-    @property
-    def packing(self) -> BucketSizes:
-        """What travels together."""
-        return BucketSizes(1 << 62, self.bucket_bytes, self.bucket_bytes) if self.bucket_bytes else BUCKET_SIZES
-
-    def inside(self, sent: Sequence[Transmission]) -> Sequence[Transmission]:
-        """Of what an operator sends, what is left."""
-        if self.balances or all(one.collective != "ring" for one in sent):
-            return sent
-        return [one for one in sent if one.collective != "all_to_all"]
-
-
-AS_EMITTED = Overlap()
-
-
-class Queues(Enum):
-    """What queues behind each other on a level of links; queues of one level share it (`engine.shared`).
-
-    LEVEL: all that is sent. PURPOSE: what stops a rank, and gradients with parameters. AXIS: what is sent along one
-    mesh axis: torch's ProcessGroupNCCL has a communicator and a stream for each process group, and the runtime a group
-    for each axis; on that stream a collective waits for what the rank has launched before, not for other groups'.
-    Gloo's groups have threads of their own, too, but these share the rank's cores, by which CPUs' links are measured.
-    """
-
-    LEVEL = "level"
-    PURPOSE = "purpose"
-    AXIS = "axis"
-
-    def link(self, sent: Transmission, purpose: str) -> str:
-        """The queue of what is sent."""
-        if self is Queues.AXIS and sent.is_shared:
-            return f"{sent.level} axis {sent.axis}"
-        if self is Queues.PURPOSE:
-            return f"{sent.level} {STOPS if purpose in STOPPING else APART}"
-        return sent.level
-
-    def links(self, sent: Transmission) -> tuple[str, ...]:
-        """The queues that it may be in."""
-        return tuple([self.link(sent, purpose) for purpose in ("activation", "parameter")])
-
-
-def queues_of(profile: Profile, overlap: Overlap) -> Queues:
-    """What queues behind each other where a software runs on a device."""
-    if overlap.queues_apart:
-        return Queues.PURPOSE
-    return Queues.AXIS if profile.device_type == "cuda" else Queues.LEVEL
-
-
-class PassKind(NamedTuple):
-    """What a pass does: "begin" a step, a turn's direction, or "optimizer"; of the first or the last microbatch."""
-
-    name: str
-    is_first: bool = False
-    is_last: bool = False
-
-
-class Travelling(NamedTuple):
-    """A bucket's gradients on their way to smaller shards: when they are there, and what kind of task that ends.
-
-    copied_bytes: of copies; added_bytes: of shards that are added to those of earlier microbatches; new_bytes: of those
-    that take the place of no others, which are there at the end where they were summed in a buffer before. stays: to
-    the end of the step.
-    """
-
-    end_ns: int
-    kind: str
-    copied_bytes: int
-    added_bytes: int
-    new_bytes: int
-    whole_bytes: int
-    has_buffer: bool
-    is_downward: bool = False  # to the host, which no other bucket waits for
-    cut_ns: int | None = None  # of those that are cut on their way to the host, when they are, if not given back yet
-    stays: bool = False
-
-    @property
-    def freed_bytes(self) -> int:
-        """What is given back at its end, less what comes then."""
-        return -sum(change[1] for change in _ending(self, self.end_ns, Moment.ARRIVE, Moment.ARRIVED))
-
-    def after(self, ns: int) -> Travelling:
-        """The same, so much later."""
-        cut = None if self.cut_ns is None else max(0, self.cut_ns - ns)
-        return self._replace(end_ns=max(0, self.end_ns - ns), kind="gradient", cut_ns=cut)
-
-    def moved(self, ns: int) -> Travelling:
-        """The same, where times count from so much earlier."""
-        return self._replace(end_ns=self.end_ns + ns, cut_ns=None if self.cut_ns is None else self.cut_ns + ns)
-
-
-class Journey(NamedTuple):
-    """A bucket's gradients on their way, with the task that brings them home, and the one after which those that go on
-    to the host are cut, −1 for none."""
-
-    task: int
-    one: Travelling
-    cut: int
-
-
-class Standing(NamedTuple):
-    """What a stage has under way when a pass begins, in ns after that. Of a stage in parts, each number of a value,
-    unit or slot goes with its part's.
-
-    ready: values whose conversion has not ended, with the kind of task; arrived: the same of what its parts hand to
-    each other; live: units whose regathered parameters are in place; pinned: regathered slots that something outside
-    their unit has asked for; lent: what of these several parts use, with its bytes; root: of parameters of no block,
-    how many gradients are missing, -1 where they are not in place; arriving: (unit or `first_read`, ns, bytes) of
-    packed gathers.
-    Of gradients, held: stored tensors that have memory for theirs; whole: slots whose gradient waits to be sent;
-    home: what is on its way home.
-    """
-
-    ready: tuple[tuple[Any, int, str], ...] = ()
-    live: frozenset[Any] = frozenset()
-    pinned: frozenset[Any] = frozenset()
-    arriving: tuple[tuple[Any, int, int], ...] = ()
-    arrived: tuple[tuple[Any, int, str], ...] = ()
-    lent: tuple[tuple[Any, int], ...] = ()
-    root: int = -1
-    held: frozenset[str] = frozenset()
-    whole: frozenset[Any] = frozenset()
-    journeys: tuple[Travelling, ...] = ()
-    home: tuple[tuple[int, str], ...] = ()
-
-    def without_gradients(self) -> Standing:
-        """What a pass depends on that makes no gradients of stored tensors."""
-        return self._replace(held=frozenset(), whole=frozenset(), journeys=(), home=())
-
-    def with_gradients(self, other: Standing) -> Standing:
-        """The same, with another's gradients."""
-        return self._replace(held=other.held, whole=other.whole, journeys=other.journeys, home=other.home)
-
-    def after(self, ns: int) -> Standing:
-        """What is left of it so much later."""
-        return self._replace(
-            ready=tuple([(value, end - ns, kind) for value, end, kind in self.ready if end > ns]),
-            arriving=tuple([(unit, max(0, end - ns), size) for unit, end, size in self.arriving]),
-            arrived=tuple([(value, end - ns, kind) for value, end, kind in self.arrived if end > ns]),
-            journeys=tuple([one.after(ns) for one in self.journeys]),
-            home=tuple([(end - ns, kind) for end, kind in self.home if end > ns]),
-        )
-
-
-class _Unmet:
-    """What its ranks have computed since they met: `unmet_ns`, or if they have not, this and what it was before."""
-
-    __slots__ = ()
-    unmet_ns: int
-    has_met: bool
-
-    def unmet_after(self, before_ns: int) -> int:
-        """At its end, where it was so long at its begin."""
-        return self.unmet_ns if self.has_met else before_ns + self.unmet_ns
-
-
-@dataclass(frozen=True, eq=False)
-class Played(_Unmet):
-    """What an engine has played of a pass; times in ns from its begin. `length_ns`: until the compute stream is free
-    again.
-
-    along: what was sent, by axis (its position) and kind. links, in_flight, last_ns, unmet_ns: as in `Carried`, at its
-    end, but unmet_ns of one in which the ranks have not met is what was computed in it.
-    """
-
-    tasks: list[Task]
-    allocations: list[Change]
-    waited: dict[str, int]
-    spent: dict[str, int]  # compute's time by kind
-    sent: dict[str, int]  # bytes by collective
-    along: dict[tuple[int, str], Sent]
-    length_ns: int
-    links: dict[str, int]
-    in_flight: list[Flight]
-    last_ns: int
-    unmet_ns: int
-    has_met: bool
-    moved: Moved = field(default_factory=dict)  # of what was under way when it began
-
-    @cached_property
-    def rise_bytes(self) -> int:
-        """The most that it adds to what was there when it began. In order: when, at which moment of that, and what
-        gives back before what takes (as in `Memory`)."""
-        changes = sorted(self.allocations, key=lambda change: (change[0], change[3], change[1]))
-        return max(0, *itertools.accumulate(size for _, size, _, _ in changes)) if changes else 0
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Pass(_Unmet):
-    """One pass as it ran; times in ns from its begin. pieces: what was played of it, when each of them began, and what
-    renames their tasks (as in `TimelinePiece`); changes: of memory, beside theirs; the rest as in `Played`."""
-
-    kind: PassKind
-    pieces: tuple[tuple[int, Played, Rename | None], ...]
-    changes: list[Change]
-    length_ns: int
-    links: dict[str, int]
-    in_flight: list[Flight]
-    last_ns: int
-    unmet_ns: int
-    has_met: bool
-    standing: Standing
-
-    @property
-    def tasks(self) -> list[Task]:
-        """Of all pieces."""
-        return [
-            (stream, name, begin + start, begin + end, kind)
-            for begin, played, _ in self.pieces for stream, name, start, end, kind in played.tasks
-        ]  # fmt: skip
-
-    @property
-    def allocations(self) -> list[Change]:
-        """Of all pieces, and its own."""
-        if len(self.pieces) == 1 and not self.changes:
-            return self.pieces[0][1].allocations
-        found = [
-            (begin + time, size, kind, moment)
-            for begin, played, _ in self.pieces for time, size, kind, moment in played.allocations
-        ]  # fmt: skip
-        return found + self.changes
-
-
-def finished(engine: Engine, sent: dict[str, int], along: dict[tuple[int, str], Sent]) -> Played:
-    """What an engine has played. sent: bytes by collective; along: the same by axis and kind."""
-    tasks, length = engine.tasks, engine.free_ns
-    spent: dict[str, int] = defaultdict(int)
-    for stream, _, start, end, cause in tasks[engine.num_carried :]:
-        if stream == COMPUTE:
-            spent[cause] += end - start
-    return Played(
-        tasks[engine.num_carried :], engine.allocations, dict(engine.waited), dict(spent), sent, along, length,
-        engine.links, [span for span in engine.in_flight if span[1] > length],
-        tasks[engine.last][3] - tasks[engine.last][2], engine.unmet_ns, engine.has_met,
-        engine.moved,
-    )  # fmt: skip
-
-
-def first_read(value: int) -> int:
-    """Where a bucket that is gathered once a step is unpacked, in place of a unit: where this value, the first of it,
-    is first read."""
-    return ~value
-
-
-class Gathered(NamedTuple):
-    """The begin of a step: what was played, which values come later, with the kind of task, and what arrives packed, by
-    the value whose first reader unpacks it."""
-
-    done: Played
-    ready: list[tuple[int, int, str]]
-    arriving: list[tuple[int, int, int]]
-
-
-class Bound(NamedTuple):
-    """How long a step may take: until_ns; beside_ns: when the pass at hand begins, and what must be computed after
-    it."""
-
-    until_ns: float
-    beside_ns: int
-
-
-class Beyond(Exception):
-    """The step takes longer than asked for: at least so many nanoseconds."""
-
-    def __init__(self, least_ns: int) -> None:
-        super().__init__(f"at least {least_ns} ns")
-        self.least_ns = least_ns
 
 
 class Player:
@@ -855,7 +539,7 @@ class Player:
         """Compute waits until gradients are cut that go on to the host; the whole ones are given back."""
         self._awaited.append(journey.cut)
         one, end = journey.one, self.engine.tasks[self.engine.later(journey.cut, self.engine.last)][3]
-        self.engine.allocations += _ending(one._replace(added_bytes=0, new_bytes=0), end, Moment.ARRIVE, Moment.ARRIVED)
+        self.engine.allocations += ending(one._replace(added_bytes=0, new_bytes=0), end, Moment.ARRIVE, Moment.ARRIVED)
         left = one._replace(copied_bytes=0, whole_bytes=0, cut_ns=None)
         self._travelling[self._travelling.index(journey)] = Journey(journey.task, left, -1)
 
@@ -865,7 +549,7 @@ class Player:
         self._travelling.remove(journey)
         self._awaited.append(task)
         end = self.engine.tasks[self.engine.later(task, self.engine.last)][3]
-        self.engine.allocations += _ending(one, end, Moment.ARRIVE, Moment.ARRIVED)
+        self.engine.allocations += ending(one, end, Moment.ARRIVE, Moment.ARRIVED)
 
     def _still_travelling(self) -> tuple[Travelling, ...]:
         """What is on its way when the pass ends, and when it is there."""
@@ -874,41 +558,6 @@ class Player:
             one._replace(end_ns=tasks[task][3], kind=tasks[task][4], cut_ns=tasks[cut][3] if cut >= 0 else None)
             for task, one, cut in self._travelling
         ])  # fmt: skip
-
-
-def _ending(one: Travelling, end_ns: int, arrive: int, arrived: int) -> list[Change]:
-    """What a journey's end does to memory."""
-    shards = [(end_ns, one.new_bytes, "gradients", arrive), (end_ns, one.added_bytes, UNDER_WAY, arrive)]
-    kind = "gradients" if one.has_buffer else UNDER_WAY
-    changes = [
-        *(shards if one.has_buffer else ()),
-        (end_ns, -one.copied_bytes - one.added_bytes, UNDER_WAY, arrived),
-        (end_ns, -one.whole_bytes, kind, arrived),
-    ]
-    return [change for change in changes if change[1]]
-
-
-def optimizer_pass(
-    slowdowns: Mapping[str, float], carried: Carried, standing: Standing, duration_ns: int, workspace: int
-) -> Pass:  # fmt: skip
-    """Waits until all gradients are home, then updates the parameters. workspace: bytes taken for that."""
-    engine = Engine(slowdowns, carried)
-    after = [engine.carry(end, kind) for end, kind in standing.home]
-    for one in standing.journeys:
-        after.append(engine.carry(one.end_ns, one.kind))
-        engine.allocations += _ending(one, one.end_ns, Moment.ALL_ARRIVE, Moment.ALL_ARRIVED)
-    task = engine.compute("optimizer", "optimizer", duration_ns, after)
-    engine.allocate(task, workspace, "workspace")
-    engine.release(task, workspace, "workspace")
-    return whole_pass(PassKind("optimizer"), finished(engine, {}, {}), Standing(held=standing.held))
-
-
-def whole_pass(kind: PassKind, played: Played, standing: Standing, rename: Rename | None = None) -> Pass:
-    """A pass that was played in one piece."""
-    return Pass(
-        kind, ((0, played, rename),), [], played.length_ns, played.links, played.in_flight, played.last_ns,
-        played.unmet_ns, played.has_met, standing,
-    )  # fmt: skip
 
 
 def meets(item: Item) -> bool:

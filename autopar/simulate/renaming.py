@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from autopar.simulate.part_player import FOLLOWING, PRECEDING, PartPlayer
-from autopar.simulate.player import BEGUN, Rename
+from autopar.simulate.passes import Rename
+from autopar.simulate.player import BEGUN
 from autopar.simulate.segments import Segment
 
 Place = tuple[int, int]

@@ -28,7 +28,7 @@ from autopar.runtime.arrivals import may_come_early
 from autopar.simulate.cores import Beside, clock_of, in_time, sharing_of
 from autopar.simulate.engine import NOTHING_SENT, Carried, Change, Flight, Moment, Sent
 from autopar.simulate.parted import PartedStage
-from autopar.simulate.player import LEAVE_GRADIENTS, Bound, Pass, PassKind, Played, Standing
+from autopar.simulate.passes import LEAVE_GRADIENTS, Bound, Pass, PassKind, Played, Standing
 from autopar.simulate.timeline import BETWEEN, Lane, Timeline, TimelinePiece
 from autopar.simulate.transfers import Tie, Transfer, find_ties, find_transfers, way_of
 from autopar.tunables import TURN_S

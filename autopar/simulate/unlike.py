@@ -27,8 +27,9 @@ from autopar.ir.schedule import turns
 from autopar.ir.shares import alike_ranks, seen_from
 from autopar.simulate.engine import Carried
 from autopar.simulate.lowering import devices_per_node
+from autopar.simulate.overlap import Overlap
 from autopar.simulate.parted import PartedStage, stage_in_one
-from autopar.simulate.player import Meet, Overlap, Pass, PassKind, Standing
+from autopar.simulate.passes import Meet, Pass, PassKind, Standing
 from autopar.simulate.schedule import StageProgress, Submesh, lane_of, pass_kind
 from autopar.simulate.sending import OtherLane
 from autopar.simulate.timeline import Timeline

@@ -22,6 +22,7 @@ from autopar.simulate.facts import graph_facts
 from autopar.simulate.gathers import first_gathers, gathers_by_unit
 from autopar.simulate.operator_prices import PriceTable, StoredPrice
 from autopar.simulate.orders import Orders, Unsupported
+from autopar.simulate.overlap import AS_EMITTED, Overlap
 from autopar.simulate.part_player import (
     PRECEDING,
     Ahead,
@@ -43,7 +44,8 @@ from autopar.simulate.parts import (
     kept_after,
     ways_of,
 )
-from autopar.simulate.player import AS_EMITTED, Meet, Overlap, Pass, Played, Player, finished, first_read
+from autopar.simulate.passes import Meet, Pass, Played, finished, first_read
+from autopar.simulate.player import Player
 from autopar.simulate.program import LocalProgram, Slot, Transmission
 from autopar.simulate.residents import STEP_COUNT_BYTES, other_residents
 from autopar.simulate.segments import Differences, Key, Numbers, Segment, known_segments

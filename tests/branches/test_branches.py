@@ -24,7 +24,7 @@ from autopar.ir.plan import Branch, Fork, Plan
 from autopar.microbatch import check_plan
 from autopar.profiler import load_profile
 from autopar.simulate import simulate
-from autopar.simulate.player import Meet
+from autopar.simulate.passes import Meet
 from autopar.simulate.unlike import Keys, played_together
 from autopar.trace import trace
 from models import inception, two_towers

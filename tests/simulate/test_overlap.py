@@ -19,8 +19,9 @@ from autopar.profiler import load_profile
 from autopar.rewrites import graph_of
 from autopar.simulate import Overlap, Sums, Timeline, player, simulate
 from autopar.simulate.engine import COMPUTE, Carried, Engine, shared
+from autopar.simulate.overlap import Queues, queues_of
 from autopar.simulate.parted import stage_in_one
-from autopar.simulate.player import PassKind, Queues, Standing, queues_of
+from autopar.simulate.passes import PassKind, Standing
 from autopar.trace import trace
 from models import gpt
 
