@@ -33,7 +33,8 @@ def check_in_bits(graph: Graph, plan: Plan) -> None:
         node = graph.node_by_name[name]
         if not may_be_in_bits(graph, node):
             raise PlanError(
-                f"expected operators of whose elements a few bits say enough (relu, leaky_relu, dropout, max_pool2d), "
+                "expected operators of whose elements a few bits say enough (relu, relu6, leaky_relu, hardtanh, "
+                "threshold, clamp by numbers, dropout, max_pool2d), "
                 f"found {name} ({node.op}{f', {node.source}' if node.source else ''}) in bits"
             )
         if name in again:

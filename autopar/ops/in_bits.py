@@ -83,6 +83,45 @@ def _leaky_call(local: LocalCall) -> str:
     return f"rt.leaky_relu_in_bits({local.names[0]}, {local.call.arguments['negative_slope']!r})"
 
 
+def _bit_between_numbers(node: Node, graph: Graph) -> int | None:
+    """Not where a bound is a tensor, which may have a gradient of its own."""
+    return _a_bit(node, graph) if len(node.operands) == 1 else None
+
+
+def _compared_twice(node: Node, sizes: Sizes) -> Passes:
+    forward, backward = _compared(node, sizes)
+    elements = _elements(sizes)
+    return (sizes.result + elements, 3 * elements, *forward), backward
+
+
+def _number(value: float | None) -> str:
+    """As text of a program; bounds may be infinite."""
+    return f'float("{value}")' if value is not None and not math.isfinite(value) else repr(value)
+
+
+def _hardtanh_call(local: LocalCall) -> str:
+    bounds = local.call.arguments
+    return f"rt.hardtanh_in_bits({local.names[0]}, {_number(bounds['min_val'])}, {_number(bounds['max_val'])})"
+
+
+def _relu6_call(local: LocalCall) -> str:
+    return f"rt.hardtanh_in_bits({local.names[0]}, 0, 6)"
+
+
+def _clamp_call(local: LocalCall) -> str:
+    bounds = local.call.arguments
+    return f"rt.clamp_in_bits({local.names[0]}, {_number(bounds.get('min'))}, {_number(bounds.get('max'))})"
+
+
+def _threshold_call(local: LocalCall) -> str:
+    told = local.call.arguments
+    return f"rt.threshold_in_bits({local.names[0]}, {_number(told['threshold'])}, {_number(told['value'])})"
+
+
+RELU6 = InBits(_a_bit, _a_byte_each, _compared_twice, _relu6_call)
+HARDTANH = InBits(_a_bit, _a_byte_each, _compared_twice, _hardtanh_call)
+CLAMP = InBits(_bit_between_numbers, _a_byte_each, _compared_twice, _clamp_call)
+THRESHOLD = InBits(_a_bit, _a_byte_each, _compared, _threshold_call)
 RELU = InBits(_a_bit, _a_byte_each, _compared, _relu_call)
 LEAKY_RELU = InBits(_a_bit, _a_byte_each, _compared, _leaky_call)
 

@@ -71,6 +71,11 @@ def backward(copies: int) -> WorkspaceRule:
     return lambda sizes: (0, copies * sizes.operand(0))
 
 
+def compared(sizes: Sizes) -> Workspace:
+    """Backward, whether each element was within the bounds, in a byte each."""
+    return 0, math.prod(sizes.operands[0])
+
+
 def scaled_mask(sizes: Sizes) -> Workspace:
     """The factor that dropout multiplies by, made of the mask again for the gradient."""
     return sizes.result, sizes.result

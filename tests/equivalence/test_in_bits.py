@@ -34,12 +34,39 @@ def pooling_vgg() -> tuple[nn.Module, Tensors]:
     return vgg.build(config), vgg.example_inputs(config)
 
 
-MODELS = {"vgg": pooling_vgg, "gpt with dropout": dropped_gpt}
+class Clipping(nn.Module):
+    """Norms whose results nothing keeps but what clips them, as in mobile networks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(channels, 16, 3, padding=1) for channels in (3, 16, 16))
+        self.norms = nn.ModuleList(nn.GroupNorm(4, 16) for _ in range(3))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        first, second, third = (
+            lambda x: nn.functional.relu6(x),
+            lambda x: nn.functional.hardtanh(x, -0.7, 0.9),
+            lambda x: nn.functional.threshold(x, 0.1, 0.05).clamp(-float("inf"), 1.5),
+        )
+        x = images
+        for convolution, norm, clipped in zip(self.convolutions, self.norms, (first, second, third), strict=True):
+            x = clipped(norm(convolution(x)))
+        return self.head(x.mean((2, 3))).square().mean()
+
+
+def clipping_network() -> tuple[nn.Module, Tensors]:
+    torch.manual_seed(0)
+    return Clipping(), {"images": torch.randn(8, 3, 24, 24)}
+
+
+MODELS = {"vgg": pooling_vgg, "clipping": clipping_network, "gpt with dropout": dropped_gpt}
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("vgg", {"dp": 2}),
     ("vgg", {"dp": 2, "zero": 3, "microbatches": 2}),
     ("vgg", {"tp": 2}),
+    ("clipping", {"dp": 2, "zero": 1}),
     ("gpt with dropout", {"tp": 2, "sequence_parallel": True}),
     ("gpt with dropout", {"dp": 2, "microbatches": 2, "recompute": "selective"}),
     ("gpt with dropout", {"dp": 2, "recompute": "full"}),

@@ -62,6 +62,23 @@ def test_activations_pass_gradients_as_torch_does(dtype: torch.dtype) -> None:
     assert_equal(torch.relu, rt.relu_in_bits, channels_last, 15)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_what_is_clipped_passes_gradients_as_torch_does(dtype: torch.dtype) -> None:
+    """At a bound, hardtanh stops them and clamp does not."""
+    x = torch.randn(3, 67).to(dtype)
+    x[0, :7] = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 0.5, -0.5, 6.0])
+    for low, high in ((0, 6), (-0.5, 0.5), (0.5, 0.5)):
+        assert_equal(lambda v: F.hardtanh(v, low, high), lambda v: rt.hardtanh_in_bits(v, low, high), x, 26)  # noqa: B023
+    for low, high in ((-0.5, 0.5), (0, None), (None, 0.5), (0.5, -0.5)):
+        assert_equal(lambda v: torch.clamp(v, low, high), lambda v: rt.clamp_in_bits(v, low, high), x, 26)  # noqa: B023
+    x[0, 7] = float("nan")
+    assert_equal(lambda v: v.clamp(-1, 1), lambda v: rt.clamp_in_bits(v, -1, 1), x, 26)
+    assert_equal(lambda v: F.threshold(v, 0.5, 2.0), lambda v: rt.threshold_in_bits(v, 0.5, 2.0), x, 26)
+    last = torch.randn(2, 3, 4, 5).to(dtype).contiguous(memory_format=torch.channels_last)
+    assert_equal(F.relu6, lambda v: rt.hardtanh_in_bits(v, 0, 6), last, 15)
+    assert_equal(lambda v: v.clamp(0, 1), lambda v: rt.clamp_in_bits(v, 0, 1), last, 15)
+
+
 def test_dropout_draws_the_mask_that_it_draws_else() -> None:
     x = torch.randn(5, 13)
 

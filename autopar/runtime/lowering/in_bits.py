@@ -2,6 +2,9 @@
 
     relu         whether an element is not cut off           1 bit, instead of the result
     leaky_relu   whether it is above zero                    1 bit, instead of the input
+    hardtanh     whether it is between the bounds (ReLU6)    1 bit, instead of the input
+    clamp        whether it is between, or at one of them    1 bit, instead of the input
+    threshold    whether it is above                         1 bit, instead of the input
     dropout      whether it was kept                         1 bit, instead of a byte
     max_pool     where in its window the largest one is      1 to 8 bits a result, instead of the input and 8 bytes
 
@@ -23,7 +26,8 @@ from autopar.runtime.lowering.windows import Split, covered
 from autopar.runtime.mesh import Axis
 from autopar.runtime.randomness import keep_mask, masked
 
-__all__ = ["leaky_relu_in_bits", "max_pool_in_bits", "native_dropout_in_bits", "relu_in_bits"]
+__all__ = ["clamp_in_bits", "hardtanh_in_bits", "leaky_relu_in_bits", "max_pool_in_bits", "native_dropout_in_bits",
+           "relu_in_bits", "threshold_in_bits"]  # fmt: skip
 
 _Window = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], bool]
 """Kernel, stride, padding and dilation, row and column, and whether sizes are rounded up."""
@@ -49,10 +53,69 @@ class _Relu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (passing,) = ctx.saved_tensors
-        made = unpacked(passing, 1, gradient.shape, torch.bool).to(gradient.dtype)
-        # torch's own kernel, which takes a tenth of the time of `where` on a CPU, in the memory of its result
-        return torch.ops.aten.threshold_backward.grad_input(gradient, made, 0, grad_input=made)  # type: ignore[no-any-return] # torch's
+        return _passed(gradient, *ctx.saved_tensors)
+
+
+def _passed(gradient: Tensor, passing: Tensor) -> Tensor:
+    """The gradient where a bit is set, and 0 elsewhere."""
+    made = unpacked(passing, 1, gradient.shape, torch.bool).to(gradient.dtype)
+    # torch's own kernel, which takes a tenth of the time of `where` on a CPU, in the memory of its result
+    return torch.ops.aten.threshold_backward.grad_input(gradient, made, 0, grad_input=made)  # type: ignore[no-any-return] # torch's
+
+
+def hardtanh_in_bits(x: Tensor, low: float, high: float) -> Tensor:
+    """As `hardtanh`; a bit an element is kept."""
+    made: Tensor = _Clipped.apply(x, low, high, (torch.gt, torch.lt))  # type: ignore[no-untyped-call] # torch's
+    return made
+
+
+def threshold_in_bits(x: Tensor, threshold: float, value: float) -> Tensor:
+    """As `threshold`; a bit an element is kept."""
+    made: Tensor = _Threshold.apply(x, threshold, value)  # type: ignore[no-untyped-call] # torch's
+    return made
+
+
+def clamp_in_bits(x: Tensor, low: float | None = None, high: float | None = None) -> Tensor:
+    """As `clamp` by numbers; a bit an element is kept."""
+    made: Tensor = _Clipped.apply(x, low, high, (torch.ge, torch.le))  # type: ignore[no-untyped-call] # torch's
+    return made
+
+
+class _Clipped(torch.autograd.Function):
+    """Gradients pass where the input compares so with the bounds that there are. What is no number passes none: of
+    torch's own kernels for `hardtanh` some do, as it lies in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: float | None, high: float | None, compare: Sequence[Any]) -> Tensor:
+        room = room_for(x.shape, 1, x)
+        passing = written(room, x.shape, torch.bool)
+        asked = [(compared, bound) for compared, bound in zip(compare, (low, high), strict=True) if bound is not None]
+        asked[0][0](x, asked[0][1], out=passing)
+        for compared, bound in asked[1:]:
+            passing.logical_and_(compared(x, bound))
+        ctx.save_for_backward(packed(room, 1))
+        return torch.clamp(x, low, high)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _passed(gradient, *ctx.saved_tensors), None, None, None
+
+
+class _Threshold(torch.autograd.Function):
+    """Gradients pass where the input is not at the threshold or below: as in torch, where it is no number, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, threshold: float, value: float) -> Tensor:
+        room = room_for(x.shape, 1, x)
+        torch.le(x, threshold, out=written(room, x.shape, torch.bool)).logical_not_()
+        ctx.save_for_backward(packed(room, 1))
+        return torch.nn.functional.threshold(x, threshold, value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _passed(gradient, *ctx.saved_tensors), None, None
 
 
 def leaky_relu_in_bits(x: Tensor, negative_slope: float = 0.01) -> Tensor:
