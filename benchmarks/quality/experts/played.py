@@ -45,12 +45,16 @@ _AGAIN = 0.9
 """Of a block's forward pass, what is computed again at least where all of it is: not what nobody saves."""
 
 
-class Found(NamedTuple):
-    """Placements of a microbatch on one submesh that has the whole model: the plan, what a step computes, and sends
-    between operators, of what is before the blocks, of each, and of what is after them, what it takes at least, and
-    what a device stores, and saves for the backward pass, by what is computed again."""
+KEPT_PLANS, PLAYS = 64, 64
+"""Plans that are kept, and how many are played before what is known of their parts is forgotten: a grid has hundreds,
+and a plan of a large model with all its parts takes tens of megabytes."""
 
-    plan: Plan
+
+class Found(NamedTuple):
+    """Placements of a microbatch on one submesh that has the whole model: what a step computes, and sends between
+    operators, of what is before the blocks, of each, and of what is after them, what it takes at least, and what a
+    device stores, and saves for the backward pass, by what is computed again."""
+
     layers_ns: tuple[float, ...]
     least_ns: int
     stored_bytes: int
@@ -86,6 +90,7 @@ class Player:
         self.shared = self.profile.shared_by(mesh.devices_per_node)
         self.limit = self.shared.usable_bytes
         self.parts, self.found, self.sizes = cache(self._parts), cache(self._found), cache(self._sizes)
+        self._plans, self._plays = dict[tuple[Placed, int], Plan](), 0
 
     def _parts(self, count: int) -> tuple[DividedGraph, DividedGraph, Incremental]:
         whole = divided(self.graph, self.blocks, count)
@@ -100,9 +105,11 @@ class Player:
         except AutoparError:
             return None
         whole, short, _ = self.parts(placed.microbatches)
-        plan = place.placements.placed(place.draft(), whole.graph, solution.choice)
+        self._plans[placed, pp] = place.placements.placed(place.draft(), whole.graph, solution.choice)
+        while len(self._plans) > KEPT_PLANS:
+            del self._plans[next(iter(self._plans))]
         return Found(
-            plan, self._layers_ns(place.placements, solution.choice), place.placements.least_step_ns(*_SOLVE),
+            self._layers_ns(place.placements, solution.choice), place.placements.least_step_ns(*_SOLVE),
             place.placements.usage_of(solution.choice)[0],
             {
                 recompute: self._saved_bytes(place.placements, short.graph, solution.choice, recompute)
@@ -242,16 +249,21 @@ class Player:
 
     def played(self, expert: Expert, until_ns: float = math.inf) -> Played:
         """Played until it must be slower than that. Raises AutoparError where it cannot be."""
+        self._plays += 1
+        if self._plays % PLAYS == 0:
+            self.parts.cache_clear()
         simulator, plan = self.parts(expert.placed.microbatches)[2], self.plan(expert)
         step_ns = simulator.step_time_ns(plan, until_ns)
         return Played(expert, step_ns, simulator.peak_bytes(plan) if step_ns < until_ns else None)
 
     def plan(self, expert: Expert) -> Plan:
         """One microbatch's plan of the whole model."""
-        found = self.found(expert.placed, expert.pp)
-        assert found is not None
+        key = expert.placed, expert.pp
+        assert self.found(*key) is not None, f"no placements of {expert}"
+        if key not in self._plans:
+            self._found(*key)
         again = template_recompute(self.graph, self.paths, expert.recompute)
-        whole, plan = self.parts(expert.placed.microbatches)[0], replace(found.plan, recompute=again)
+        whole, plan = self.parts(expert.placed.microbatches)[0], replace(self._plans[key], recompute=again)
         if expert.pp == 1:
             return plan
         ranks = template_ranks(self.mesh, expert.pp, expert.chunks, expert.schedule)
