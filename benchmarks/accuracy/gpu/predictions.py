@@ -16,6 +16,7 @@ from autopar.odds import operators_variance
 from autopar.simulate import Overlap, Sums, Timeline, simulate
 from autopar.simulate import predict as told_of
 from autopar.simulate.engine import Sent
+from benchmarks.accuracy.gpu.float8 import cast_before
 from benchmarks.accuracy.gpu.memory import allocated_bytes, held, sums_bytes
 from benchmarks.accuracy.gpu.plans import alike, plan_of, profile_name, reason_against, resized, traced
 from benchmarks.accuracy.gpu.rows import Row
@@ -173,10 +174,15 @@ def used_profile(profile: Profile, software: Software, precision: str, network: 
 
 def with_float8(profile: Profile) -> Profile:
     """Products of bfloat16 take as long as those of float8 do: plans have no such precision, and softwares that train
-    in it keep everything but products in bfloat16. Those of float16 (`plans.with_half_head`) take as long as before."""
+    in it keep everything but products in bfloat16. Those of float16 (`plans.with_half_head`) take as long as before.
+    Gradients of weights are of operands that are cast already (`float8`)."""
     products = {name: table for name, table in profile.tables.items() if table.family == "matmul"}
     half = {name.replace(BFLOAT16, FLOAT16): table for name, table in products.items() if BFLOAT16 in name}
-    eighth = {name.replace(FLOAT8, BFLOAT16): table for name, table in products.items() if FLOAT8 in name}
+    peak = profile.peak_flops(FLOAT8)
+    eighth = {
+        name.replace(FLOAT8, BFLOAT16): cast_before(table, peak) if name.startswith("TN") else table
+        for name, table in products.items() if FLOAT8 in name
+    }  # fmt: skip
     renamed = {name: replace(table, name=name) for name, table in (half | eighth).items()}
     return replace(profile, tables={**profile.tables, **renamed}, _shared={})
 
