@@ -100,9 +100,13 @@ def shipped_predictions(rows: Iterable[Measurement]) -> list[Prediction]:
     """Those of the shipped profiles, for the rows of their GPUs, whose names a table may use, too."""
     names = SHIPPED | {name: name for name in SHIPPED.values()}
     profiles = {gpu: load_profile(name) for gpu, name in names.items() if _is_shipped(name)}
-    under = {key: profiles[key[0]].with_library(key[1]) for key in {(r.gpu, r.library) for r in rows if r.gpu in profiles}}
+    under = {
+        key: profiles[key[0]].with_library(key[1]) for key in {(r.gpu, r.library) for r in rows if r.gpu in profiles}
+    }
     inside = [
-        Prediction(row, _cost_ns(row, under[row.gpu, row.library])) for row in rows if row.gpu in profiles and row.nodes == 1
+        Prediction(row, _cost_ns(row, under[row.gpu, row.library]))
+        for row in rows
+        if row.gpu in profiles and row.nodes == 1
     ]
     return inside + [
         Prediction(row, _cost_ns(row, profile))
