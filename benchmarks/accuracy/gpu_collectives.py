@@ -8,8 +8,8 @@ of other GPUs are counted. Reported are median, 90th percentile and worst relati
 sizes of 64 KiB to 1 GiB, and by ranks and size class. All-reduces of integers are told apart: NVSwitch does not add
 them, and no training program reduces any. So are rows of another source than the profile's points: kernel times in a
 program, which include waiting for the other ranks, other pairs of GPUs, and older versions of NCCL. Rows across nodes
-are predicted where their link names a network that the profile knows. A row that states its release of NCCL is predicted
-with the points of that release, where the profile has some: it is a fact of the software that ran.
+are predicted where their link names a network that the profile knows. A row that states its release of NCCL is
+predicted with the points of that release, where the profile has some: it is a fact of the software that ran.
 
 --cross-validate takes no shipped points: each size of each collective and number of ranks in turn is left out, all
 rows of that size, the points are made anew from the rest, and the size is predicted; the largest size is not left out.
@@ -100,14 +100,10 @@ def shipped_predictions(rows: Iterable[Measurement]) -> list[Prediction]:
     """Those of the shipped profiles, for the rows of their GPUs, whose names a table may use, too."""
     names = SHIPPED | {name: name for name in SHIPPED.values()}
     profiles = {gpu: load_profile(name) for gpu, name in names.items() if _is_shipped(name)}
-    under = {
-        key: profiles[key[0]].with_library(key[1]) for key in {(r.gpu, r.library) for r in rows if r.gpu in profiles}
-    }
-    inside = [
-        Prediction(row, _cost_ns(row, under[row.gpu, row.library]))
-        for row in rows
-        if row.gpu in profiles and row.nodes == 1
-    ]
+    known = [row for row in rows if row.gpu in profiles]
+    releases = {(row.gpu, row.library) for row in known}
+    under = {key: profiles[key[0]].with_library(key[1]) for key in releases}
+    inside = [Prediction(row, _cost_ns(row, under[row.gpu, row.library])) for row in known if row.nodes == 1]
     return inside + [
         Prediction(row, _cost_ns(row, profile))
         for row in rows
