@@ -168,7 +168,7 @@ def used_profile(profile: Profile, software: Software, precision: str, network: 
     key = id(profile), id(software), precision, network
     if key not in _profiles:
         used = software.on(profile.on(network) or profile)
-        _profiles[key] = profile, software, with_float8(used) if precision == "fp8" else used
+        _profiles[key] = profile, software, IN_PRECISION.get(precision, _as_it_is)(used)
     return _profiles[key][2]
 
 
@@ -185,6 +185,23 @@ def with_float8(profile: Profile) -> Profile:
     }  # fmt: skip
     renamed = {name: replace(table, name=name) for name, table in (half | eighth).items()}
     return replace(profile, tables={**profile.tables, **renamed}, _shared={})
+
+
+def with_float16(profile: Profile) -> Profile:
+    """What is of bfloat16 takes as long as in float16: plans have no such precision, and differ in nothing else."""
+    rates = {**profile.facts.peak_flops, BFLOAT16: profile.peak_flops(FLOAT16)}
+    half = {name.replace(FLOAT16, BFLOAT16): table for name, table in profile.tables.items() if name.endswith(FLOAT16)}
+    renamed = {name: replace(table, name=name) for name, table in half.items() if name not in profile.tables}
+    facts = replace(profile.facts, peak_flops=rates)
+    return replace(profile, facts=facts, tables={**profile.tables, **renamed}, _shared={})
+
+
+def _as_it_is(profile: Profile) -> Profile:
+    return profile
+
+
+#: the profile as a row's precision uses it
+IN_PRECISION: Mapping[str, Callable[[Profile], Profile]] = {"fp8": with_float8, "fp16": with_float16}
 
 
 def progress(text: str) -> None:
