@@ -190,7 +190,9 @@ def with_float8(profile: Profile) -> Profile:
 def with_float16(profile: Profile) -> Profile:
     """What is of bfloat16 takes as long as in float16: plans have no such precision, and differ in nothing else."""
     rates = {**profile.facts.peak_flops, BFLOAT16: profile.peak_flops(FLOAT16)}
-    half = {name.replace(FLOAT16, BFLOAT16): table for name, table in profile.tables.items() if name.endswith(FLOAT16)}
+    half = {
+        name.replace(FLOAT16, BFLOAT16): table for name, table in profile.tables.items() if name.endswith(f" {FLOAT16}")
+    }
     renamed = {name: replace(table, name=name) for name, table in half.items() if name not in profile.tables}
     facts = replace(profile.facts, peak_flops=rates)
     return replace(profile, facts=facts, tables={**profile.tables, **renamed}, _shared={})
