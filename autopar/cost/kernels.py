@@ -45,18 +45,24 @@ from autopar.ops.work import (
     routed_rows,
 )
 
+QUERY_TILE = 64  # rows that a tile of fused attention has at least, of all query heads that share a key and a value
+
 
 class Kernel(NamedTuple):
     """One kernel: the table that knows it, its coordinates there, its floating-point operations.
 
-    typed: where it stands in tables that know one dtype, (name without the dtype, coordinates), best first.
+    typed: where it stands in tables that know one dtype, (name without the dtype, coordinates), best first. repeats:
+    kernels of that shape, one after the other. is_alike: its operands are in such proportions as those of the kernels
+    that its table was made of. is_one_tile: attention of so few queries that their keys and values are read once.
     """
 
     table: str
     coordinates: tuple[float, ...]
     flops: float
     typed: tuple[tuple[str, tuple[float, ...]], ...] = ()
-    repeats: int = 1  # kernels of that shape, one after the other
+    repeats: int = 1
+    is_alike: bool = True
+    is_one_tile: bool = False
 
 
 class Found(NamedTuple):
@@ -126,10 +132,25 @@ def _found(kernel: Kernel, dtypes: Sequence[str], tables: Mapping[str, Table]) -
         for name, coordinates in kernel.typed:
             table = tables.get(f"{name} {known}")
             if table is not None:
-                is_inside = coordinates == kernel.typed[0][1] and kernel.repeats == 1 and table.holds(coordinates)
+                is_like_known = kernel.is_alike and coordinates == kernel.typed[0][1] and kernel.repeats == 1
+                is_inside = is_like_known and table.holds(coordinates)
+                if name.startswith("flash"):
+                    return _of_tiles(kernel, table, coordinates, is_inside)
                 return Found(table, coordinates, kernel.flops, True, is_inside, kernel.repeats)
     plain = tables.get(kernel.table)
     return Found(plain, kernel.coordinates, kernel.flops, False, False) if plain else None
+
+
+def _of_tiles(kernel: Kernel, table: Table, coordinates: tuple[float, ...], is_inside: bool) -> Found:
+    """Fused attention in tiles of queries. One tile of each head reads keys and values once, which is all that it
+    takes (FlashDecoding shares them out among all processors). Of more keys than the table has, as many sequences of
+    its longest stand for them as have the same number of tiles, where a FLOP takes no longer in those."""
+    sequences, length, *others = coordinates
+    at, longest = coordinates, table.axes[1][-1]
+    if length > longest:
+        more = (sequences * length / longest, longest, *others)
+        at = min(coordinates, more, key=table.ns_per_flop)
+    return Found(table, at, 0.0 if kernel.is_one_tile else kernel.flops, True, is_inside, kernel.repeats)
 
 
 def _product_gradients(call: WorkKey, product: Product) -> Kernels:
@@ -180,7 +201,8 @@ def _group(layout: str, count: int, m: float, n: float, k: float) -> Kernel:
 
 
 def _attention(call: WorkKey, direction: str, flops: int) -> Kernel:
-    """Its table counts the forward's operations in both directions."""
+    """Its table counts the forward's operations in both directions, and was made where there are as many queries as
+    keys: fewer read as much for less work."""
     query, key = call.operand_shapes[:2]
     kind, length = attended(call)
     plain, width = "full" if kind == "masked" else kind, query[-1]
@@ -191,7 +213,9 @@ def _attention(call: WorkKey, direction: str, flops: int) -> Kernel:
     typed = [(f"flash {known} {direction}", at) for known in dict.fromkeys((kind, plain))]
     if query[-2] == 1:
         typed.append((f"decode {direction}", (length, width, sharing)))
-    return Kernel(f"attention {plain} {direction}", (length, width), flops, tuple(typed))
+    is_alike = query[-2] >= key[-2]
+    is_one_tile = not is_alike and query[-2] * max(1.0, sharing) <= QUERY_TILE
+    return Kernel(f"attention {plain} {direction}", (length, width), flops, tuple(typed), 1, is_alike, is_one_tile)
 
 
 def _convolution(call: WorkKey, side: str) -> Kernel:

@@ -256,7 +256,8 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class CollectivePoints:
-    """Measured (bytes, ns) of a collective among `ranks` ranks of one level."""
+    """Measured (bytes, ns) of a collective among `ranks` ranks of one level. library: the one release that they are of
+    ("nccl-2.23"), which has protocols of its own; empty for those that serve where none is stated."""
 
     collective: str
     level: str
@@ -264,6 +265,12 @@ class CollectivePoints:
     points: tuple[tuple[int, int], ...]
     provenance: Provenance
     residual: float | None = None
+    library: str = ""
+
+    @property
+    def place(self) -> tuple[str, str, int]:
+        """What a profile looks it up by."""
+        return self.collective, self.level, self.ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,6 +321,7 @@ class Profile:
     host_memory: HostMemory | None = None  # None: of a CPU a simulated one, of others not known (`beside`)
     steps: WholeSteps | None = None  # None: predictions of whole steps were not checked
     other_links: tuple[Link, ...] = ()  # of other networks
+    other_collectives: tuple[CollectivePoints, ...] = ()  # of single releases of the library
     residuals: tuple[Residual, ...] = ()  # (): predictions were not checked against measurements
     seen: SeenRuns = NOTHING_SEEN  # what runs have shown to take otherwise
     servers: ServerHosts | None = None  # of the mesh that its device is in
@@ -363,6 +371,12 @@ class Profile:
         name = f"{self.name}-{network}"
         shown = {**self.links, **links}
         return replace(self, name=name, links=shown, other_links=tuple(others), _shared={}) if links else None
+
+    def with_library(self, library: str) -> Profile:
+        """The device under one release of its library of collectives ("nccl-2.23"): with the points that are of it in
+        the place of the usual ones. The same where the profile has none."""
+        own = {item.place: item for item in self.other_collectives if item.library == library}
+        return replace(self, collectives={**self.collectives, **own}, _shared={}) if own else self
 
     def curve(self, family: str) -> OperatorCurve:
         """The family's curve, or that of the family that it is like; else it is taken for a pointwise operator."""
@@ -528,7 +542,8 @@ def profile_from_json(data: Mapping[str, Any], origin: str, is_ours: bool = Fals
         operators={item.family: item for item in operators},
         links=first,
         other_links=tuple(item for item in links if item is not first[item.level]),
-        collectives={(item.collective, item.level, item.ranks): item for item in collectives},
+        collectives={item.place: item for item in collectives if not item.library},
+        other_collectives=tuple(item for item in collectives if item.library),
         aliases=tuple(data.get("aliases", ())),
         host=Host(**_fields(data["host"])) if data.get("host") else None,
         tables=read_tables(data.get("tables", ()), origin),
@@ -578,6 +593,7 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "operators": [_write_operator(item) for item in profile.operators.values()],
         "runtime": profile.runtime and asdict(profile.runtime),
         "call": profile.call and asdict(profile.call),
+        "collectives": [_write_points(item) for item in (*profile.collectives.values(), *profile.other_collectives)],
         **{name: [asdict(item) for item in getattr(profile, name).values()] for name in _KEYS if name not in _OWN},
         "links": [asdict(link) for link in (*profile.links.values(), *profile.other_links)],
         "tables": [write_table(item) for item in profile.tables.values()],
@@ -593,11 +609,11 @@ def _validator() -> Any:
 
 #: what tells the items of a list apart
 _KEYS = {
-    "operators": ("family",), "links": ("level", "network"), "collectives": ("collective", "level", "ranks"),
+    "operators": ("family",), "links": ("level", "network"), "collectives": ("collective", "level", "ranks", "library"),
     "tables": ("name",), "waits": ("level", "ranks"), "interference": ("level",),
     "residuals": ("family", "kind", "from_ns"),
 }  # fmt: skip
-_OWN = ("operators", "links", "tables", "residuals")  # are written in their own way
+_OWN = ("operators", "links", "collectives", "tables", "residuals")  # are written in their own way
 
 
 def _check_keys(items: Iterable[Mapping[str, Any]], name: str, key: tuple[str, ...]) -> None:
@@ -632,6 +648,10 @@ def _read_link(item: Mapping[str, Any]) -> Link:
     return Link(**{**_fields(item), "low_latency": fast and Protocol(**fast)})
 
 
+def _write_points(item: CollectivePoints) -> dict[str, Any]:
+    return {name: value for name, value in asdict(item).items() if name != "library" or value}
+
+
 def _write_operator(item: OperatorCurve) -> dict[str, Any]:
     return {**asdict(item), "forward": item.forward.knots, "backward": item.backward.knots}
 
@@ -658,7 +678,7 @@ def _check(profile: Profile, origin: str) -> None:
         for curve in (operator.forward, operator.backward):
             times = [(work, work / efficiency) for work, efficiency in curve.knots]
             _check_increasing(times, f"{origin}: {operator.family}")
-    for measured in profile.collectives.values():
+    for measured in (*profile.collectives.values(), *profile.other_collectives):
         where = f"{origin}: {measured.collective} of {measured.ranks}"
         _check_increasing(measured.points, where)
         for size, duration in measured.points:

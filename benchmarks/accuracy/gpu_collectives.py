@@ -8,10 +8,12 @@ of other GPUs are counted. Reported are median, 90th percentile and worst relati
 sizes of 64 KiB to 1 GiB, and by ranks and size class. All-reduces of integers are told apart: NVSwitch does not add
 them, and no training program reduces any. So are rows of another source than the profile's points: kernel times in a
 program, which include waiting for the other ranks, other pairs of GPUs, and older versions of NCCL. Rows across nodes
-are predicted where their link names a network that the profile knows.
+are predicted where their link names a network that the profile knows. A row that states its release of NCCL is
+predicted with the points of that release, where the profile has some: it is a fact of the software that ran.
 
 --cross-validate takes no shipped points: each size of each collective and number of ranks in turn is left out, all
 rows of that size, the points are made anew from the rest, and the size is predicted; the largest size is not left out.
+Releases of NCCL are by themselves here, too.
 --ship writes the blocks that the tables of the first FILE's folder give into cost_profiles/.
 """
 
@@ -30,12 +32,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from autopar.cost import Profile, collective_time_ns
 from autopar.cost.profile import Link, profile_from_json
 from autopar.ir.placement import Axis
 from autopar.profiler import load_profile
 from autopar.profiler.published.checking import sizes_left_out
-from autopar.profiler.published.collectives import FLOATS_ONLY, INTEGERS, collective_blocks, extrapolated
+from autopar.profiler.published.collectives import (
+    FLOATS_ONLY,
+    INTEGERS,
+    by_library,
+    collective_blocks,
+    extrapolated,
+)
 from autopar.profiler.published.measurements import Measurement, read_measurements
 from autopar.profiler.published.networks import fitted_network
 from autopar.profiler.text import profile_text
@@ -90,9 +100,10 @@ def shipped_predictions(rows: Iterable[Measurement]) -> list[Prediction]:
     """Those of the shipped profiles, for the rows of their GPUs, whose names a table may use, too."""
     names = SHIPPED | {name: name for name in SHIPPED.values()}
     profiles = {gpu: load_profile(name) for gpu, name in names.items() if _is_shipped(name)}
-    inside = [
-        Prediction(row, _cost_ns(row, profiles[row.gpu])) for row in rows if row.gpu in profiles and row.nodes == 1
-    ]
+    known = [row for row in rows if row.gpu in profiles]
+    releases = {(row.gpu, row.library) for row in known}
+    under = {key: profiles[key[0]].with_library(key[1]) for key in releases}
+    inside = [Prediction(row, _cost_ns(row, under[row.gpu, row.library])) for row in known if row.nodes == 1]
     return inside + [
         Prediction(row, _cost_ns(row, profile))
         for row in rows
@@ -125,7 +136,15 @@ def cross_validated(rows: Sequence[Measurement]) -> list[Prediction]:
     """Each size but the largest predicted from the others, GPU by GPU."""
     gpus = sorted({row.gpu for row in rows})
     own = ([row for row in rows if row.gpu == gpu] for gpu in gpus)
-    return [Prediction(*found) for some in own for found in sizes_left_out(some)]
+    return [Prediction(*found) for some in own for one in _of_one_release(some) for found in sizes_left_out(one)]
+
+
+def _of_one_release(rows: Sequence[Measurement]) -> list[list[Measurement]]:
+    """A GPU's rows, those of each release of NCCL by themselves where several were measured."""
+    releases = by_library(row for row in rows if row.nodes == 1)
+    if len(releases) < 2:
+        return [list(rows)]
+    return [*releases.values(), [row for row in rows if not row.library]]
 
 
 # The report ----------------------------------------
@@ -134,9 +153,8 @@ def cross_validated(rows: Sequence[Measurement]) -> list[Prediction]:
 def summary(predictions: Sequence[Prediction]) -> dict[str, float]:
     """How many rows, and median, 90th percentile and worst relative error."""
     errors = sorted(abs(item.error) for item in predictions)
-    ninetieth = errors[round(0.9 * (len(errors) - 1))]
     return {
-        "rows": len(errors), "median": round(median(errors), 4), "p90": round(ninetieth, 4),
+        "rows": len(errors), "median": round(median(errors), 4), "p90": round(float(np.quantile(errors, 0.9)), 4),
         "worst": round(errors[-1], 4), "bias": round(median(item.error for item in predictions), 4),
     }  # fmt: skip
 

@@ -15,9 +15,11 @@ import pytest
 
 from autopar import cli
 from autopar.cost import Profile
+from autopar.cost.provenance import Provenance
+from autopar.cost.tables import Table
 from autopar.errors import ProfileError
 from autopar.profiler import load_profile
-from autopar.profiler.published.attention import flops_of, place_of
+from autopar.profiler.published.attention import flops_of, held_beyond, place_of
 from autopar.profiler.published.carrying import carried
 from autopar.profiler.published.grids import completed, fitted, weights
 from autopar.profiler.published.make import gpu_of, profile_from_folder
@@ -217,3 +219,15 @@ def test_the_command_writes_a_profile_that_is_read_again(
     assert again.operators["matmul"].call_ns == (0, 0) and again.links == made.links
     assert cli.main(["profile", *options[:2]]) == 2
     assert "expected --into PROFILE" in capsys.readouterr().err
+
+
+def test_longer_attention_than_was_measured_takes_as_long_a_flop_as_the_longest() -> None:
+    axes = ((1.0, 16.0), (1024.0, 16384.0, 65536.0), (64.0, 128.0), (1.0, 8.0))
+    rates = tuple(float(1 + number) for number in range(24))
+    table = Table("flash full forward bfloat16", axes, rates, Provenance("published", "a test", DATE))
+    measured = (16.0, 65536.0, 64.0, 1.0)
+    held = held_beyond(table, np.array([measured]), 16384.0)
+    for at in itertools.product(*axes):
+        like = at if at == measured else (at[0], min(at[1], 16384.0), *at[2:])
+        assert held.ns_per_flop(at) == pytest.approx(table.ns_per_flop(like))
+    assert held_beyond(table, np.array([measured]), 65536.0) is table

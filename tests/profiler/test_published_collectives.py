@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,10 +11,17 @@ from pathlib import Path
 import pytest
 
 from autopar.cost.collectives import make_group, modelled_ns
-from autopar.cost.profile import Link
+from autopar.cost.profile import Link, profile_from_json, profile_to_json
 from autopar.ir.placement import Axis
 from autopar.profiler import load_profile
-from autopar.profiler.published.collectives import collective_blocks, completed, extrapolated, filled, thinned
+from autopar.profiler.published.collectives import (
+    collective_blocks,
+    completed,
+    extrapolated,
+    filled,
+    thinned,
+    with_collectives,
+)
 from autopar.profiler.published.measurements import Measurement, read_measurements
 from autopar.profiler.published.networks import fitted_network
 
@@ -139,3 +147,24 @@ def test_vtrain_s_columns_are_read_as_sums_inside_a_node(tmp_path: Path) -> None
     path = tmp_path / "allreduce.csv"
     path.write_text("gpu,n_gpus,bytes,time_ns_in_place\na100,5,1048576,62000\n", encoding="utf-8")
     assert [row[:7] for row in read_measurements(path)] == [("a100", "all_reduce", 5, 1, "float32", 1 << 20, 62000.0)]
+
+
+def test_releases_that_differ_have_points_of_their_own_which_serve_where_they_are_stated(tmp_path: Path) -> None:
+    slow, fast = alpha_beta(20, 1, 300_000), alpha_beta(10, 1, 300_000)
+    write(tmp_path, slow, "nccl-tests nccl-2.27.3")
+    write(tmp_path, fast, "nccl-tests nccl-2.23")
+    profile = with_collectives(load_profile("h100"), tmp_path, "X")
+    assert {item.library for item in profile.other_collectives} >= {"nccl-2.23", "nccl-2.27"}
+    own, place = profile.with_library("nccl-2.23"), ("all_to_all", "intra_node", 8)
+    for known, time_us in ((own, fast), (profile.with_library("nccl-2.27"), slow)):
+        for size, time_ns in known.collectives[place].points:
+            assert time_ns == pytest.approx(1000 * time_us("all_to_all", 8, size), rel=2e-3)
+    both = dict(profile.collectives[place].points)
+    assert dict(own.collectives[place].points)[1 << 20] < both[1 << 20]
+    assert profile.with_library("nccl-9.9") is profile
+    assert profile_from_json(json.loads(json.dumps(profile_to_json(profile))), "again").other_collectives[0].library
+
+
+def test_one_release_alone_is_the_usual_points(tmp_path: Path) -> None:
+    write(tmp_path, alpha_beta(20, 1, 300_000), "nccl-tests nccl-2.27.3")
+    assert not any("library" in item for item in collective_blocks(tmp_path, "X").collectives)

@@ -24,7 +24,7 @@ import numpy as np
 from autopar.cost.profile import Profile
 from autopar.cost.provenance import Provenance
 from autopar.cost.tables import Table
-from autopar.profiler.published.grids import Array, fitted
+from autopar.profiler.published.grids import Array, fitted, weights
 from autopar.profiler.published.products import UNIT_NS
 from autopar.profiler.published.rows import Row, Shape, Taken, everything, grouped, read_rows, shape_of
 
@@ -168,7 +168,25 @@ def _without_mask(causal: Table, encoders: Points, provenance: Provenance) -> Ta
                     places.append((count, length, width, shared))
                     at = (count, length * math.sqrt(2), width, shared)
                     rates.append(math.log(causal.ns_per_flop(at) / UNIT_NS))
-    return _on_grid("flash full forward bfloat16", np.array(places), np.array(rates), provenance, causal.least_ns)
+    made = _on_grid("flash full forward bfloat16", np.array(places), np.array(rates), provenance, causal.least_ns)
+    return held_beyond(made, np.array(places), lengths[-1])
+
+
+def held_beyond(table: Table, places: Array, reach: float) -> Table:
+    """Longer sequences than `reach` take as long a FLOP as those of that length, where nothing was measured: they are
+    computed in the same blocks (encoders up to 65,536 differ by 5%), and a slope that is drawn on ends anywhere.
+
+    places: (count, 4), of what was measured. The same table where it has no such length.
+    """
+    lengths = np.array(table.axes[1])
+    if reach not in table.axes[1] or lengths[-1] <= reach:
+        return table
+    corners, shares = weights(places, table.axes)
+    known = np.bincount(corners.ravel(), shares.ravel(), math.prod(map(len, table.axes))) > 0
+    rates = np.array(table.rates).reshape([len(axis) for axis in table.axes])
+    at_reach = rates[:, [table.axes[1].index(reach)]]
+    is_beyond = (lengths > reach)[None, :, None, None] & ~known.reshape(rates.shape)
+    return replace(table, rates=tuple(np.where(is_beyond, at_reach, rates).ravel().tolist()))
 
 
 # Backward ---------------------------------------------------------------------

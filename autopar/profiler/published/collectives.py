@@ -10,6 +10,9 @@ What was measured inside a node becomes points in four steps:
 4. Powers of two that were not measured are filled in (`filled`): NCCL changes its protocol at certain sizes, where
    times jump, and a sweep of another collective that has the size says on which side of the jump it lies.
 
+Releases of NCCL change protocols at other sizes (on two H100, 256 KiB of all-to-all take 9 µs in 2.23 and 14 in 2.27),
+so where several were measured each has points of its own beside those of all (`CollectivePoints.library`).
+
 The link that other groups and collectives are extrapolated with is read off the same points (`fitted_link`).
 """
 
@@ -61,9 +64,28 @@ def collective_blocks(folder: Path, gpu: str) -> CollectiveBlocks:
     served = {key: own for key, own in served_by(rows).items() if key[0] != "send" or own[0].nodes == 1}
     curves = completed({key: thinned(own) for key, own in served.items()})
     links = fitted_link(curves, served)
-    return CollectiveBlocks(
-        [links] if links else [], [_points(key, curves[key], served[key]) for key in sorted(curves)]
-    )
+    points = [_points(key, curves[key], served[key]) for key in sorted(curves)]
+    return CollectiveBlocks([links] if links else [], points + _points_by_library(served))
+
+
+def _points_by_library(served: Mapping[Key, Sequence[Measurement]]) -> list[dict[str, Any]]:
+    """Those of each release, where several measured a GPU."""
+    releases = by_library([row for own in served.values() for row in own])
+    found = []
+    for library in releases if len(releases) > 1 else ():
+        own = {key: kept for key, some in served.items() if (kept := [row for row in some if row.library == library])}
+        curves = completed({key: thinned(some) for key, some in own.items()})
+        found += [{**_points(key, curves[key], own[key]), "library": library} for key in sorted(curves)]
+    return found
+
+
+def by_library(rows: Iterable[Measurement]) -> dict[str, list[Measurement]]:
+    """The rows of each release that is stated."""
+    found: dict[str, list[Measurement]] = {}
+    for row in rows:
+        if row.library:
+            found.setdefault(row.library, []).append(row)
+    return dict(sorted(found.items()))
 
 
 def gpus_of(folder: Path) -> list[str]:
@@ -91,7 +113,7 @@ def with_collectives(profile: Profile, folder: Path, gpu: str) -> Profile:
 
 
 def _group(item: Mapping[str, Any]) -> tuple[Any, ...]:
-    return item["collective"], item["level"], item["ranks"]
+    return item["collective"], item["level"], item["ranks"], item.get("library", "")
 
 
 def extrapolated(blocks: CollectiveBlocks, times: float, why: str) -> CollectiveBlocks:

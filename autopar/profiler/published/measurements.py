@@ -11,6 +11,7 @@ import csv
 import datetime
 import gzip
 import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +32,12 @@ class Measurement(NamedTuple):
     time_ns: float
     software: str
     link: str = ""
+
+    @property
+    def library(self) -> str:
+        """The release of the library that ran it, such as nccl-2.23; empty where it is not stated."""
+        found = re.search(r"\bnccl-\d+\.\d+", self.software)
+        return found[0] if found else ""
 
 
 def read_measurements(path: Path) -> list[Measurement]:

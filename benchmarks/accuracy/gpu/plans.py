@@ -25,7 +25,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.recompute import operator_call
 from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
-from autopar.profiler import load_profile
+from autopar.profiler import load_profile, profile_names
 from autopar.rewrites import graph_of
 from autopar.trace import trace
 from benchmarks.accuracy.gpu import decoder
@@ -51,13 +51,19 @@ GIVEN: dict[str, tuple[str, ...]] = {}
 
 def profile_name(gpu: str) -> str:
     """Raises ValueError where none is shipped for it, nor given."""
-    for name in GIVEN.get(gpu) or PROFILES.get(gpu, ()):
+    for name in GIVEN.get(gpu) or PROFILES.get(gpu) or own_names(gpu):
         try:
             load_profile(name)
         except AutoparError:
             continue
         return name
     raise ValueError(f"no profile is shipped of {gpu or 'a GPU that is not named'}; give one by --profile {gpu}=FILE")
+
+
+def own_names(gpu: str) -> tuple[str, ...]:
+    """The shipped profile that a row names itself, as profiles do."""
+    names = {name for shipped in profile_names() for name in (shipped, *load_profile(shipped).aliases)}
+    return (gpu.lower(),) if gpu.lower() in names else ()
 
 
 def profiles_of(rows: Iterable[Row]) -> dict[str, Profile]:
@@ -74,9 +80,11 @@ def reason_against(row: Row, softwares: tuple[Software, ...]) -> str:
     if row.unknown:
         return row.unknown
     try:
-        profile_name(row.gpu)
+        profile = load_profile(profile_name(row.gpu))
     except ValueError as error:
         return str(error)
+    if row.precision == "fp8" and not any(name.startswith("NT float8") for name in profile.tables):
+        return f"fp8: the profile {profile.name} knows no products in float8"
     assert row.sizes is not None  # else it is unknown
     if reason := reason_against_model(row):
         return reason

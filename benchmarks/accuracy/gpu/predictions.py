@@ -16,6 +16,7 @@ from autopar.odds import operators_variance
 from autopar.simulate import Overlap, Sums, Timeline, simulate
 from autopar.simulate import predict as told_of
 from autopar.simulate.engine import Sent
+from benchmarks.accuracy.gpu.float8 import cast_before
 from benchmarks.accuracy.gpu.memory import allocated_bytes, held, sums_bytes
 from benchmarks.accuracy.gpu.plans import alike, plan_of, profile_name, reason_against, resized, traced
 from benchmarks.accuracy.gpu.rows import Row
@@ -167,18 +168,42 @@ def used_profile(profile: Profile, software: Software, precision: str, network: 
     key = id(profile), id(software), precision, network
     if key not in _profiles:
         used = software.on(profile.on(network) or profile)
-        _profiles[key] = profile, software, with_float8(used) if precision == "fp8" else used
+        _profiles[key] = profile, software, IN_PRECISION.get(precision, _as_it_is)(used)
     return _profiles[key][2]
 
 
 def with_float8(profile: Profile) -> Profile:
     """Products of bfloat16 take as long as those of float8 do: plans have no such precision, and softwares that train
-    in it keep everything but products in bfloat16. Those of float16 (`plans.with_half_head`) take as long as before."""
+    in it keep everything but products in bfloat16. Those of float16 (`plans.with_half_head`) take as long as before.
+    Gradients of weights are of operands that are cast already (`float8`)."""
     products = {name: table for name, table in profile.tables.items() if table.family == "matmul"}
     half = {name.replace(BFLOAT16, FLOAT16): table for name, table in products.items() if BFLOAT16 in name}
-    eighth = {name.replace(FLOAT8, BFLOAT16): table for name, table in products.items() if FLOAT8 in name}
+    peak = profile.peak_flops(FLOAT8)
+    eighth = {
+        name.replace(FLOAT8, BFLOAT16): cast_before(table, peak) if name.startswith("TN") else table
+        for name, table in products.items() if FLOAT8 in name
+    }  # fmt: skip
     renamed = {name: replace(table, name=name) for name, table in (half | eighth).items()}
     return replace(profile, tables={**profile.tables, **renamed}, _shared={})
+
+
+def with_float16(profile: Profile) -> Profile:
+    """What is of bfloat16 takes as long as in float16: plans have no such precision, and differ in nothing else."""
+    rates = {**profile.facts.peak_flops, BFLOAT16: profile.peak_flops(FLOAT16)}
+    half = {
+        name.replace(FLOAT16, BFLOAT16): table for name, table in profile.tables.items() if name.endswith(f" {FLOAT16}")
+    }
+    renamed = {name: replace(table, name=name) for name, table in half.items() if name not in profile.tables}
+    facts = replace(profile.facts, peak_flops=rates)
+    return replace(profile, facts=facts, tables={**profile.tables, **renamed}, _shared={})
+
+
+def _as_it_is(profile: Profile) -> Profile:
+    return profile
+
+
+#: the profile as a row's precision uses it
+IN_PRECISION: Mapping[str, Callable[[Profile], Profile]] = {"fp8": with_float8, "fp16": with_float16}
 
 
 def progress(text: str) -> None:

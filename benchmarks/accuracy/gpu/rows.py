@@ -339,7 +339,7 @@ def _optional(text: str) -> int:
 
 def _precision(text: str) -> str:
     for name in ("fp8", "bf16", "fp16", "fp32"):
-        if name in text.replace("mxfp8", "fp8"):
+        if name in text.lower().replace("mxfp8", "fp8"):
             return name
     raise UnknownError(f"expected fp8, bf16, fp16 or fp32, found {text!r}")
 
