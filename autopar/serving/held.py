@@ -25,16 +25,17 @@ def held_against_decoder(model: nn.Module, max_length: int) -> str:
     was_training = model.training
     model.eval()
     try:
-        return _held(model, total)
+        return _held(model, total, max_length)
     finally:
         model.train(was_training)
 
 
-def _held(model: nn.Module, total: int) -> str:
+def _held(model: nn.Module, total: int, max_length: int) -> str:
+    """The cache is as long as it will be: what layers make of its length shows."""
     device, config = next(iter(model.parameters())).device, checked_config(model)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(int(config.vocab_size), (2, total), generator=generator).to(device)
-    decoder, starts = CachedDecoder(model, 2, total), torch.zeros(2, dtype=torch.int64, device=device)
+    decoder, starts = CachedDecoder(model, 2, max_length), torch.zeros(2, dtype=torch.int64, device=device)
     chunk = max(1, (total - _SINGLE) // 2)
     while int(starts[0]) + 1 < total:  # the second sequence comes later, and goes slower
         steps = chunk if int(starts[0]) + chunk <= total - _SINGLE else 1
