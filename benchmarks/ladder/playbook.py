@@ -160,7 +160,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     said.append(
         f"near it: of the {NEAR} fastest measured plans on so many nodes, measured over predicted seconds (median); "
         "far above 1, runs on so many nodes were slowed by what no plan says. stalled: of all runs on so many nodes, "
-        f"those that take {STALL_S} s a microbatch longer than the same tp, pp, ZeRO and micro batch do on another number "
+        f"those that take {STALL_S} s a microbatch longer than the same tp, pp, ZeRO and micro batch on another number "
         "of nodes, which is known without a prediction. Ladders have all schedules, "
         "placements and collectives that emitted programs have, and are not run by the software that was measured."
     )
