@@ -140,8 +140,8 @@ class Selection:
         self.offers, self.jobs, self.available = list(offers), jobs, dict(available)
         if any(jobs * offer.money >= _MOST for offer in offers):
             raise PlanError(
-                f"expected jobs that cost less than {_MOST / MILLIONTHS:.3g} together, found more; ask for fewer tokens "
-                "or jobs, or give prices in a larger unit of money"
+                f"expected jobs that cost less than {_MOST / MILLIONTHS:.3g} together, found more; ask for fewer "
+                "tokens or jobs, or give prices in a larger unit of money"
             )
         most_ns = max((offer.time_ns for offer in offers), default=0)
         self._unit = max(1, jobs * most_ns // 2**53)  # ns: times that are compared are sums of 64 bits

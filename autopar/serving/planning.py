@@ -22,6 +22,7 @@ from autopar.ir.plan import Plan
 from autopar.serving.cached import CACHE, CachedDecoder, checked_config
 from autopar.serving.curve import BatchLatency, StepLatency
 from autopar.substitute.heads import with_grouped_heads
+from autopar.substitute.last_rows import with_rows_together
 from autopar.trace import find_blocks, held_against_eager, trace
 
 NOT_CHECKED = "no, check=False was asked for"
@@ -110,7 +111,7 @@ def traced_steps(
     device = next(iter(model.parameters())).device
     for steps in (1, *prompt_lengths):
         inputs = example(batch, steps, device)
-        graph = with_grouped_heads(trace(decoder, inputs, mode="inference"))
+        graph = with_rows_together(with_grouped_heads(trace(decoder, inputs, mode="inference")))
         told = held_against_eager(decoder, graph, inputs, None, None) if check else NOT_CHECKED
         found[steps] = StepGraph(graph, told)
     return found

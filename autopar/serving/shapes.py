@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call  # type: ignore[attr-defined]
+from torch.func import functional_call
 
 from autopar.errors import PlanError
 from autopar.serving.masks import masks_of

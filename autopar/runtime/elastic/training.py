@@ -142,8 +142,9 @@ class Elastic:
         return figures
 
     def _predicted_s(self, resumed: Resumed, kept: KeptNote) -> float:
-        """Processes end, after a checkpoint where nodes come, or while lost nodes are missed; they meet, for a last call
-        where nodes are fewer than torchrun would take; they start as long as so many did before, and state moves."""
+        """Processes end, after a checkpoint where nodes come, or while lost nodes are missed; they meet, for a last
+        call where nodes are fewer than torchrun would take; they start as long as so many did before, and state
+        moves."""
         steps = self.steps
         found = kept.start_s(self.size) + steps.polled_s + resumed.moved_bytes / self.rung.ranks / steps.wire_bytes_s
         found += steps.met_s if self.size < steps.rungs[0].ranks else 0.0
