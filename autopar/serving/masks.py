@@ -36,7 +36,8 @@ def kinds_of(config: Any) -> tuple[str, ...]:
     if found is None:
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         found = [FULL if window is None else SLIDING] * config.num_hidden_layers
-    others = sorted(set(found) - {FULL, SLIDING})
+    own = set(getattr(config, "attention_layers", ())) - {"global"}  # GPT-Neo's, which see less than their masks say
+    others = sorted({*found, *own} - {FULL, SLIDING})
     if others:
         raise PlanError(
             f"expected layers of full or sliding attention, found {', '.join(others)}, whose state is no cache of keys "

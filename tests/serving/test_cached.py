@@ -92,6 +92,16 @@ def test_a_model_that_caches_other_keys_than_it_says_is_refused() -> None:
         held_against_decoder(model, LENGTH)
 
 
+def test_layers_that_hide_keys_by_themselves_are_refused_before_they_run() -> None:
+    """Also where nothing is held against the model; its windows are wider than what would be held."""
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
+    model = GPTNeoForCausalLM(GPTNeoConfig(attention_types=[[["global", "local"], 1]], window_size=256, **sizes))
+    with pytest.raises(PlanError, match="full or sliding attention, found local"):
+        autopar.serve(model, MESH, max_batch=1, max_length=64, check=False)
+
+
 def test_layers_that_cache_nothing_or_twice_are_refused() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
