@@ -27,7 +27,7 @@ from autopar.errors import PlanError
 from autopar.ladders.rungs import HOUR_NS, Ladder, Rung
 
 MILLIONTHS = 10**6
-_MOST_NS = 2**53
+_MOST = 2**62  # of CP-SAT's sums
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def capacity(ladder: Ladder, needs: Needs, objective: str | None = None) -> Capa
 def _offer(rung: Rung, tokens: float) -> Offer:
     samples = tokens / (rung.tokens_per_sample or 1)
     steps = math.ceil(samples / rung.global_batch)
-    time_ns = min(_MOST_NS, steps * rung.step_ns)
+    time_ns = steps * rung.step_ns
     money = 0 if rung.price is None else math.ceil(rung.price * MILLIONTHS * time_ns / HOUR_NS)
     return Offer(rung.kind, rung.devices, time_ns, money)
 
@@ -138,6 +138,13 @@ class Selection:
 
     def __init__(self, offers: Sequence[Offer], jobs: int, available: Mapping[str, int]) -> None:
         self.offers, self.jobs, self.available = list(offers), jobs, dict(available)
+        if any(jobs * offer.money >= _MOST for offer in offers):
+            raise PlanError(
+                f"expected jobs that cost less than {_MOST / MILLIONTHS:.3g} together, found more; ask for fewer "
+                "tokens or jobs, or give prices in a larger unit of money"
+            )
+        most_ns = max((offer.time_ns for offer in offers), default=0)
+        self._unit = max(1, jobs * most_ns // 2**53)  # ns: times that are compared are sums of 64 bits
 
     def best(self, objective: str, deadline_ns: int | None = None, budget: int | None = None) -> Selected | None:
         """None where nothing does it. objective: "money" or "time"."""
@@ -176,7 +183,7 @@ class Selection:
             if own:
                 model.add(sum(own) <= most)
         money = sum(y * o.money for y, o in zip(jobs, self.offers, strict=True))
-        if budget is not None:
+        if budget is not None and budget < _MOST:
             model.add(money <= budget)
         model.minimize(money)
         solver = self._solved(model)
@@ -184,7 +191,7 @@ class Selection:
             return None
         least = sum(solver.value(y) * o.money for y, o in zip(jobs, self.offers, strict=True))
         model.add(money == least)
-        model.minimize(sum(y * o.time_ns for y, o in zip(jobs, self.offers, strict=True)))
+        model.minimize(sum(y * -(-o.time_ns // self._unit) for y, o in zip(jobs, self.offers, strict=True)))
         solver = self._solved(model) or solver
         taken, counts = (tuple(solver.value(v) for v in variables) for variables in (meshes, jobs))
         ends = [-(-y // m) * o.time_ns for y, m, o in zip(counts, taken, self.offers, strict=True) if y]

@@ -64,9 +64,13 @@ def pause_s(rung: Rung, store: StateStore) -> tuple[float, float]:
 
 
 def exported(ladder: Ladder, scheduler: str, store: StateStore | None = None) -> str:
-    """The ladder as JSON for a scheduler. Raises PlanError for one that is not known, naming those that are."""
+    """The ladder as JSON for a scheduler. Raises PlanError for one that is not known, naming those that are, and for a
+    ladder of which no rung has a plan, naming why."""
     if scheduler not in EXPORTERS:
         raise PlanError(f"expected a scheduler as one of {', '.join(EXPORTERS)}, found {scheduler!r}")
+    if not ladder.fitting:
+        told = "; ".join(f"{rung.mesh}: {rung.refusal}" for rung in ladder.rungs) or "it has no rungs"
+        raise PlanError(f"expected a rung that has a plan, for a scheduler to read, found none: {told}")
     data = {"autopar_export": VERSION, "scheduler": scheduler, "model": ladder.model}
     return json.dumps({**data, **EXPORTERS[scheduler](ladder, store or StateStore())}, indent=1) + "\n"
 
@@ -118,7 +122,7 @@ def _service(ladder: Ladder, store: StateStore) -> dict[str, Any]:
 
 def _kinds(ladder: Ladder, store: StateStore) -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {}
-    for rung in ladder.fitting:
+    for rung in sorted(ladder.fitting, key=lambda rung: -rung.step_ns):  # of equal devices the fastest mesh stays
         own = rows.setdefault(f"{rung.devices} devices, batch {rung.global_batch}", {})
         own[rung.kind] = {"step_s": rung.step_ns / 1e9, "switch_s": sum(pause_s(rung, store))}
     return {"tasks": rows}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.ir.graph import Node
-from autopar.ir.placement import Axis, Placement, R, S, Shape
+from autopar.ir.placement import Axis, Placement, R, S
 from autopar.ops import saved, work, workspace
 from autopar.ops.call import Call, argument
 from autopar.ops.local import LocalCall, tuple_of
@@ -69,30 +67,31 @@ def heads_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, .
 
 
 def _local(local: LocalCall) -> str | None:
-    """On what `heads_on_rank` names, which are as many heads of keys as of queries. One query of grouped heads is the
-    runtime's own: heads are read once, by any kernel, under any mask."""
-    if is_one_query(local.call.node, [local.call.shape(position) for position in range(2)]):
-        return _one_query(local)
+    """On what `heads_on_rank` names, which are as many heads of keys as of queries. Grouped heads of one query, and
+    under a mask of any where there is no gradient, are the runtime's own: heads are read once, by any kernel."""
+    if _is_read_once(local.call):
+        return _read_once(local)
     names, node = heads_on_rank(local), local.call.node
     kwargs = tuple((name, value) for name, value in node.kwargs if name != "enable_gqa")
     return local.plain(names, replace(node, args=node.args[:7], kwargs=kwargs)) if names else None
 
 
-def is_one_query(node: Node, shapes: Sequence[Shape]) -> bool:
-    """Whether each sequence has one query, whose heads share those of keys. shapes: of queries and of keys."""
-    query, key = shapes[:2]
+def _is_read_once(call: Call) -> bool:
+    """Whether heads of queries share those of keys, in what `rt.grouped_attention` computes."""
+    node, query, key = call.node, call.shape(0), call.shape(1)
     is_grouped = bool(dict(node.kwargs).get("enable_gqa")) and len(query) == 4 and query[1] > key[1]
     is_plain = not argument(node, 5, "is_causal", False) and float(argument(node, 4, "dropout_p", 0.0)) == 0.0
-    return is_grouped and query[2] == 1 and is_plain
+    has_gradient = any(call.graph.tensors[name].differentiable for name in node.operands)
+    return is_grouped and is_plain and (query[2] == 1 or (call.has_tensor("attn_mask") and not has_gradient))
 
 
-def _one_query(local: LocalCall) -> str:
+def _read_once(local: LocalCall) -> str:
     axes, heads = _alone(local), ""
     if axes:
         count, group = _groups(local)
         heads = f", heads=({count}, {group}, {tuple_of([axis.name for axis in axes])})"
     names = [*local.names[:3], local.variable("attn_mask")]
-    return f"rt.one_query_attention({', '.join(names)}, scale={dict(local.call.arguments)['scale']!r}{heads})"
+    return f"rt.grouped_attention({', '.join(names)}, scale={dict(local.call.arguments)['scale']!r}{heads})"
 
 
 def _alone(local: LocalCall) -> list[Axis]:

@@ -336,8 +336,9 @@ def _lookup_bytes(call: WorkKey) -> int:
 
 
 def _cached_bytes(call: WorkKey) -> int:
-    """Rows are read, and as many written; what they replace is read for rows that stay as they are."""
-    return 3 * call.operand_bytes[2] + call.operand_bytes[1] + call.operand_bytes[3]
+    """What rows replace is gathered, chosen among for rows that stay as they are, and scattered: 2 + 3 + 2 passes over
+    the rows (`rt.write_rows`)."""
+    return 7 * call.operand_bytes[2] + call.operand_bytes[1] + call.operand_bytes[3]
 
 
 def _lookup_gradient(call: WorkKey) -> Work:

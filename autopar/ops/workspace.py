@@ -127,7 +127,7 @@ def attention(sizes: Sizes) -> Workspace:
         0 if any(sizes.differentiable) else _masked(sizes) + max(4, sizes.itemsize) * math.prod(sizes.operands[0][:-1])
     )
     if sizes.device_type != "cpu":
-        return alone, 0
+        return alone + _repeated_mask(sizes), 0
     forward, back = _scores(sizes)
     return forward + alone, back
 
@@ -139,13 +139,22 @@ def _masked(sizes: Sizes) -> int:
     return math.prod(sizes.operands[3]) * sizes.itemsize
 
 
+def _repeated_mask(sizes: Sizes) -> int:
+    """Of a mask for the queries of a group as those of one head (`rt.grouped_attention`), and as it is added."""
+    query, key = sizes.operands[:2]
+    if len(query) != 4 or query[-2] == 1 or query[1] == key[1] or len(sizes.operands) < 4 or any(sizes.differentiable):
+        return 0
+    group = query[1] // key[1]
+    return group * math.prod(sizes.operands[3]) * sizes.operand_itemsizes[3] + (group - 1) * _masked(sizes)
+
+
 def _scores(sizes: Sizes) -> Workspace:
     query, width = sizes.operands[0], max(4, sizes.itemsize)
     if sizes.operands[2][-1] != sizes.operands[1][-1]:  # by hand: all scores, and backward their gradients
         every = width * math.prod(query[:-1]) * sizes.operands[1][-2]
         return 2 * every, 3 * every
     queries = query[-2]
-    if queries == 1 and len(query) == 4:  # as the heads of one group are computed (`rt.one_query_attention`)
+    if queries == 1 and len(query) == 4:  # as the heads of one group are computed (`rt.grouped_attention`)
         queries = max(1, query[1] // sizes.operands[1][1])
     rows = min(queries, next(count for least, count in ((768, 256), (192, 64), (0, 32)) if queries >= least))
     scores = rows * min(512, sizes.operands[1][-2])

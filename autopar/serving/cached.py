@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from autopar.errors import PlanError
 from autopar.ops.caches import write_rows
+from autopar.serving.masks import kinds_of, masks_of
+from autopar.serving.shapes import CachedShape, cached_shapes
 
 CACHE = "cache"
 """The name of the module that has the cached keys and values, `cache.LAYER.keys` and `cache.LAYER.values`."""
-
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 class CachedLayer(nn.Module):
@@ -35,10 +35,13 @@ class CachedLayer(nn.Module):
     keys: Tensor
     values: Tensor
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, batch: int, length: int, shape: CachedShape, dtype: torch.dtype, device: torch.device
+    ) -> None:  # fmt: skip
         super().__init__()
-        for name in ("keys", "values"):
-            self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+        for name, width in (("keys", shape.key_width), ("values", shape.value_width)):
+            rows = torch.zeros(batch, shape.heads, length, width, dtype=dtype, device=device)
+            self.register_buffer(name, rows, persistent=False)
 
 
 class CachedDecoder(nn.Module):
@@ -50,21 +53,19 @@ class CachedDecoder(nn.Module):
 
     def __init__(self, model: nn.Module, max_batch: int, max_length: int) -> None:
         super().__init__()
-        config = checked_config(model)
+        checked_config(model)
         dtype, device = _dtype_of(model)
-        heads, layers = config.num_key_value_heads, config.num_hidden_layers
-        shape = (max_batch, heads, max_length, head_dim(config))
-        cache = nn.ModuleList(CachedLayer(shape, dtype, device) for _ in range(layers))
+        shapes = cached_shapes(model)
+        cache = nn.ModuleList(CachedLayer(max_batch, max_length, shape, dtype, device) for shape in shapes)
         if CACHE in model._modules:
             raise PlanError(f"expected a decoder without a module {CACHE!r} of its own, found one; rename it")
-        self.__dict__.update(_decoder=model, max_batch=max_batch, max_length=max_length, _layer_kinds=kinds_of(config))
+        self.__dict__.update(_decoder=model, max_batch=max_batch, max_length=max_length)
         self.__dict__["_parameters"] = dict(model._parameters)
         self.__dict__["_buffers"] = dict(model._buffers)
         self.__dict__["_modules"] = {**model._modules, CACHE: cache}
         self.training = False
 
     _decoder: nn.Module
-    _layer_kinds: tuple[str, ...]
     cache: nn.ModuleList
     max_batch: int
     max_length: int
@@ -76,27 +77,13 @@ class CachedDecoder(nn.Module):
         is_new = number < lengths[:, None]
         positions = torch.remainder(starts[:, None] + number, self.max_length)
         rows = _StepCache(self.cache, positions, is_new, self.max_length)
+        masks = masks_of(self._decoder.config, positions, self.max_length, _dtype_of(self._decoder)[0])
         out = type(self._decoder).forward(
-            self._decoder, input_ids=tokens, attention_mask=self._masks(positions), position_ids=positions,
+            self._decoder, input_ids=tokens, attention_mask=masks, position_ids=positions,
             past_key_values=rows, use_cache=True, logits_to_keep=1,
         )  # fmt: skip
         logits: Tensor = out.logits
         return logits[:, -1]
-
-    def _masks(self, positions: Tensor) -> Any:
-        """Of each kind of layer, which keys a query sees: (batch, 1, steps, length)."""
-        config: Any = self._decoder.config
-        keys = torch.arange(self.max_length, device=positions.device)[None, None, None]
-        queries = positions[:, None, :, None]
-        seen = {_FULL: keys <= queries}
-        if _SLIDING in self._layer_kinds:
-            seen[_SLIDING] = seen[_FULL] & (keys > queries - config.sliding_window)
-        if config._attn_implementation == "eager":  # which adds its mask to scores
-            dtype, _ = _dtype_of(self._decoder)
-            lowest = torch.finfo(dtype).min
-            seen = {kind: torch.where(mask, 0.0, lowest).to(dtype) for kind, mask in seen.items()}
-        wanted = {kind: seen[kind] for kind in dict.fromkeys(self._layer_kinds)}
-        return wanted if len(wanted) > 1 else next(iter(wanted.values()))
 
 
 class _StepCache:
@@ -112,6 +99,11 @@ class _StepCache:
         """Writes the new rows of a layer; returns all."""
         layer: Any = self._cache[layer_idx]
         for kept, rows in ((layer.keys, keys), (layer.values, values)):
+            if (*rows.shape[:2], rows.shape[3]) != (*kept.shape[:2], kept.shape[3]):
+                raise PlanError(
+                    f"expected layer {layer_idx} to cache {kept.shape[1]} heads of {kept.shape[3]} elements, found "
+                    f"{rows.shape[1]} of {rows.shape[3]}: serve it by its own framework"
+                )
             kept.copy_(write_rows(kept, self._positions, rows, self._is_new))
         return layer.keys, layer.values
 
@@ -134,8 +126,7 @@ def checked_config(model: nn.Module) -> Any:
     takes = inspect.signature(type(model).forward).parameters
     wanted = ("input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep")
     missing = [name for name in wanted if name not in takes]
-    sizes = [name for name in ("num_key_value_heads", "num_hidden_layers", "num_attention_heads", "hidden_size")
-             if getattr(config, name, None) is None]  # fmt: skip
+    sizes = [name for name in ("num_hidden_layers", "num_attention_heads") if getattr(config, name, None) is None]
     if config is None or missing or sizes:
         lacks = f"no argument {missing[0]!r} of forward" if missing else f"no config.{sizes[0]}" if sizes else "none"
         raise PlanError(
@@ -149,27 +140,6 @@ def checked_config(model: nn.Module) -> Any:
         )
     kinds_of(config)
     return config
-
-
-def kinds_of(config: Any) -> tuple[str, ...]:
-    """Of each layer, which keys its queries see. Raises PlanError for another kind than all before, or a window."""
-    found = getattr(config, "layer_types", None)
-    if found is None:
-        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-        found = [_FULL if window is None else _SLIDING] * config.num_hidden_layers
-    others = sorted(set(found) - {_FULL, _SLIDING})
-    if others:
-        raise PlanError(
-            f"expected layers of full or sliding attention, found {', '.join(others)}, whose state is no cache of keys "
-            "and values by position; serve the model by its own framework"
-        )
-    return tuple(found)
-
-
-def head_dim(config: Any) -> int:
-    """Elements of a key."""
-    found = getattr(config, "head_dim", None)
-    return int(found) if found is not None else int(config.hidden_size) // int(config.num_attention_heads)
 
 
 def _dtype_of(model: nn.Module) -> tuple[torch.dtype, torch.device]:

@@ -9,6 +9,7 @@ from autopar.errors import TraceError
 from autopar.serving.cached import CachedDecoder, checked_config
 
 _MOST_POSITIONS = 96
+_LONGEST = 1024  # of a cache: longer than what windows that masks do not say are wide, such as GPT-Neo's 256
 _SINGLE = 5  # tokens that are decoded one by one, after two chunks
 _MOST_FLOPS = 5e11  # some ten seconds of a core
 
@@ -25,16 +26,17 @@ def held_against_decoder(model: nn.Module, max_length: int) -> str:
     was_training = model.training
     model.eval()
     try:
-        return _held(model, total)
+        return _held(model, total, min(max_length, _LONGEST))
     finally:
         model.train(was_training)
 
 
-def _held(model: nn.Module, total: int) -> str:
+def _held(model: nn.Module, total: int, length: int) -> str:
+    """length: of the cache, longer than sequences are: what layers make of it shows."""
     device, config = next(iter(model.parameters())).device, checked_config(model)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(int(config.vocab_size), (2, total), generator=generator).to(device)
-    decoder, starts = CachedDecoder(model, 2, total), torch.zeros(2, dtype=torch.int64, device=device)
+    decoder, starts = CachedDecoder(model, 2, length), torch.zeros(2, dtype=torch.int64, device=device)
     chunk = max(1, (total - _SINGLE) // 2)
     while int(starts[0]) + 1 < total:  # the second sequence comes later, and goes slower
         steps = chunk if int(starts[0]) + chunk <= total - _SINGLE else 1

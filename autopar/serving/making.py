@@ -31,6 +31,7 @@ from autopar.serving.planning import (
     without_gradients,
 )
 from autopar.serving.program import ServedProgram, state_of
+from autopar.serving.shapes import cached_shapes
 
 
 @faults_told()
@@ -130,8 +131,11 @@ def _layouts(mesh: Mesh, model: nn.Module, wanted: tuple[int | None, ...], ep: i
         raise MeshError(f"expected dp × tp × pp = {count} devices of {mesh}, found {told}")
     if None not in wanted or len(found) == 1:
         return found
-    heads, kept, layers = config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers
-    splits = {tp for tp in factors if heads % tp == 0 and (kept % tp == 0 or tp % kept == 0)}
+    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    cached = {shape.heads for shape in cached_shapes(model)}
+    splits = {
+        tp for tp in factors if heads % tp == 0 and all(kept % tp == 0 or tp % kept == 0 for kept in cached)
+    }  # fmt: skip
     fits = [one for one in found if one.tp in splits and one.pp <= layers and one.dp % ep == 0]
     return fits or found
 

@@ -22,6 +22,7 @@ from autopar.ir.plan import Plan
 from autopar.serving.cached import CACHE, CachedDecoder, checked_config
 from autopar.serving.curve import BatchLatency, StepLatency
 from autopar.substitute.heads import with_grouped_heads
+from autopar.substitute.last_rows import with_rows_together
 from autopar.trace import find_blocks, held_against_eager, trace
 
 NOT_CHECKED = "no, check=False was asked for"
@@ -110,7 +111,7 @@ def traced_steps(
     device = next(iter(model.parameters())).device
     for steps in (1, *prompt_lengths):
         inputs = example(batch, steps, device)
-        graph = with_grouped_heads(trace(decoder, inputs, mode="inference"))
+        graph = with_rows_together(with_grouped_heads(trace(decoder, inputs, mode="inference")))
         told = held_against_eager(decoder, graph, inputs, None, None) if check else NOT_CHECKED
         found[steps] = StepGraph(graph, told)
     return found
@@ -123,8 +124,8 @@ def planned_steps(
 ) -> Steps:  # fmt: skip
     """Plans of all steps in a layout. Raises PlanError and MeshError for one that the model does not go with, and
     InfeasibleError where the cache and the weights do not fit."""
-    first, kept = traced[1].graph, int(checked_config(model).num_key_value_heads)
-    rules = [*_of_cache(layout, kept), *constraints]
+    first = traced[1].graph
+    rules = [*_of_cache(layout, cached_heads(first)), *constraints]
     check_layout(model, first, layout)
     sizes = _blocks_by_stage(first, layout.pp)
 
@@ -146,16 +147,17 @@ def planned_steps(
 def check_layout(model: nn.Module, graph: Graph, layout: ServedLayout) -> None:
     """Raises PlanError for heads or sequences that ranks cannot share as they are."""
     config = checked_config(model)
-    heads, kept = int(config.num_attention_heads), int(config.num_key_value_heads)
+    heads = int(config.num_attention_heads)
     batch = graph.tensors[graph.inputs[0]].shape[0]
     if heads % layout.tp:
         raise PlanError(f"expected tp that divides {heads} attention heads, found tp={layout.tp}; take a divisor")
-    if kept % layout.tp and layout.tp % kept:
-        raise PlanError(
-            f"expected tp that divides {kept} key/value heads, of which each rank caches its own, or a multiple of "
-            f"them, where each rank caches all, found tp={layout.tp}; take tp={_divisor(kept, layout.tp)} with more of "
-            "dp or pp"
-        )
+    for kept in sorted(set(cached_heads(graph).values())):
+        if kept % layout.tp and layout.tp % kept:
+            raise PlanError(
+                f"expected tp that divides {kept} key/value heads, of which each rank caches its own, or a multiple of "
+                f"them, where each rank caches all, found tp={layout.tp}; take tp={_divisor(kept, layout.tp)} with "
+                "more of dp or pp"
+            )
     if layout.dp % layout.ep:
         raise PlanError(f"expected ep that divides dp={layout.dp}, found ep={layout.ep}; take a divisor")
     if batch % layout.dp:
@@ -166,11 +168,21 @@ def _divisor(count: int, most: int) -> int:
     return next(size for size in range(min(count, most), 0, -1) if count % size == 0)
 
 
-def _of_cache(layout: ServedLayout, heads: int) -> list[Constraint]:
+def cached_heads(graph: Graph) -> dict[str, int]:
+    """By name of a buffer that is cached: its heads."""
+    kept = [item for item in graph.stored if item.name.startswith(f"{CACHE}.")]
+    return {item.name: graph.tensors[item.tensor].shape[1] for item in kept}
+
+
+def _of_cache(layout: ServedLayout, heads: Mapping[str, int]) -> list[Constraint]:
     """Each rank of tp caches the heads that it computes, or all of them where they are fewer than ranks, of which each
     reads the one that its queries share; over dp, a template has sequences cached where they are."""
-    type_ = "S(1)" if heads % layout.tp == 0 else "R"
-    return [Constraint(f"{CACHE}.*", (type_,), what="stored", axis="tp")] if layout.tp > 1 else []
+    types = {name: "S(1)" if count % layout.tp == 0 else "R" for name, count in heads.items()}
+    if layout.tp == 1:
+        return []
+    if len(set(types.values())) == 1:
+        return [Constraint(f"{CACHE}.*", (next(iter(types.values())),), what="stored", axis="tp")]
+    return [Constraint(name, (type_,), what="stored", axis="tp") for name, type_ in types.items()]
 
 
 def _storing_as(graph: Graph, plan: Plan) -> list[Constraint]:

@@ -74,6 +74,18 @@ def two_kinds() -> Ladder:
     return Ladder("model", fast.rungs + slow.rungs)
 
 
+def test_trainings_of_years_take_as_long_as_they_take() -> None:
+    """Times beyond 2 to the 53 ns, 104 days, were said to be 104 days, and cost as little."""
+    tokens, hours = 10**12, math.ceil(10**12 / 1024 / 1024) * 10 / 3600  # on 8 h100
+    years = made.ladder(lambda n, batch: 80 / n, (8,), (1024,), "h100", 3.0)
+    found = capacity(years, Needs(tokens, deadline=10**9))
+    assert found.hours == pytest.approx(hours) and found.money == pytest.approx(hours * 24)
+    assert f"a deadline of {hours:.3g} h is the least" in capacity(years, Needs(tokens, deadline=2600)).lacks
+    assert capacity(years, Needs(10**18, budget=10**13)).hours == pytest.approx(hours * 10**6)
+    with pytest.raises(PlanError, match=r"expected jobs that cost less than 4\.61e"):
+        capacity(years, Needs(1e27, deadline=10**20))
+
+
 def test_the_cheapest_by_a_deadline_and_the_fastest_under_a_budget() -> None:
     tokens = 360 * 1024 * 1024  # 360 steps
     cheapest = capacity(two_kinds(), Needs(tokens, deadline=1.0))

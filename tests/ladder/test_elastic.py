@@ -181,13 +181,14 @@ def test_a_rank_without_room_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_a_pause_is_made_of() -> None:
     """Nodes that come: a checkpoint is written before, as long as the last took, if there was one. A lost node: it is
-    missed first."""
-    rungs = tuple(ElasticRung(count, "", Path(), 1.0, 3.0 / count) for count in (4, 2))
+    missed first. Where not all nodes are back, torchrun waits for further ones."""
+    rungs = tuple(ElasticRung(count, "", Path(), 1.0, 3.0 / count) for count in (4, 3, 2))
     elastic = Elastic.__new__(Elastic)
     elastic.steps = ElasticSteps(rungs, noticed_s=10.0, met_s=5.0, ended_s=3.0, polled_s=1.0, wire_bytes_s=1e9)
     for size, kept, expected in (
         (4, KeptNote(0.0, 2, ((2, 7.0), (4, 9.0))), 9.0 + 1.0 + 1.0 + 1.5 + 3.0),
         (4, KeptNote(0.0, 2, ((2, 7.0),), 0.25), 7.0 + 1.0 + 1.0 + 0.25 + 3.0),
+        (3, KeptNote(0.0, 2, ((2, 7.0),), 0.25), 7.0 + 1.0 + 4 / 3 + 0.25 + 3.0 + 5.0),
         (2, KeptNote(0.0, 4, ((4, 9.0),)), 9.0 + 1.0 + 2.0 + 10.0 + 5.0),
     ):
         elastic.size, elastic.rung = size, rung_for(rungs, size)

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import autopar
 from autopar.errors import PlanError
 from autopar.ir.plan import Breakdown
-from autopar.ladders import Ladder, StateStore, exported, fitted, goodput, points_of
+from autopar.ladders import Ladder, Rung, StateStore, exported, fitted, goodput, points_of
+from autopar.ladders.exports import EXPORTERS
 from autopar.ladders.forms import Observed, least_largest
 from autopar.simulate import Timeline
 from autopar.simulate.timeline import Lane, TimelinePiece
@@ -171,6 +173,21 @@ def test_hare_gives_each_job_the_kind_that_suits_it() -> None:
     h100, l40s = made.ladder(lambda n, b: 0.9, (8,)), made.ladder(lambda n, b: 1.0, (8,), kind="l40s")
     small = loaded(Ladder("small", h100.rungs + l40s.rungs), "hare")["tasks"]["8 devices, batch 256"]
     assert schedulers.hare([small, big], [1_000, 1_000]) == {0: "l40s", 1: "h100"}
+
+
+def test_of_meshes_of_as_many_devices_hare_is_told_the_fastest() -> None:
+    rungs = (made.rung("h100:1x8", 256, 2.0), made.rung("h100:2x4", 256, 3.0))
+    tasks = [loaded(Ladder("model", order), "hare")["tasks"] for order in (rungs, rungs[::-1])]
+    assert [own["8 devices, batch 256"]["h100"]["step_s"] for own in tasks] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("scheduler", EXPORTERS)
+def test_a_ladder_without_plans_is_exported_to_none(scheduler: str) -> None:
+    refused = Rung(autopar.Mesh("h100"), 256, refusal="it takes 90 GB")
+    with pytest.raises(PlanError, match="found none: h100:1x1: it takes 90 GB"):
+        exported(Ladder("model", (refused,)), scheduler)
+    with pytest.raises(PlanError, match="found none: it has no rungs"):
+        exported(Ladder("model", ()), scheduler)
 
 
 def test_the_table_says_what_a_job_does_with_less() -> None:

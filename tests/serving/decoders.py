@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -38,6 +42,29 @@ DECODERS: dict[str, Callable[[], Any]] = {
         Qwen3Config(**SIZES, head_dim=16, use_sliding_window=True, sliding_window=5, max_window_layers=1)
     ),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=64,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            bos_token_id=0,
+            eos_token_id=0,
+            initializer_range=0.2,
+        )
+    ),
+    "latent": lambda: DeepseekV3ForCausalLM(  # one head of 16 elements and one of 8 are cached
+        DeepseekV3Config(
+            **SIZES | {"num_key_value_heads": 4},
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+            first_k_dense_replace=2,
+        )
+    ),
     "mixtral": lambda: MixtralForCausalLM(
         MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
     ),

@@ -12,9 +12,11 @@ import autopar
 from autopar.emit import emit
 from autopar.errors import InfeasibleError, MeshError, PlanError, TraceError
 from autopar.ops.caches import write_rows
+from autopar.runtime.lowering.caches import write_rows as written_in_place
 from autopar.serving.cached import CachedDecoder
 from autopar.serving.held import held_against_decoder
 from autopar.serving.planning import ServedLayout, planned_steps, traced_steps
+from autopar.serving.shapes import cached_shapes
 from autopar.trace import trace
 from tests.serving.decoders import LENGTH, SIZES, decoder
 
@@ -65,6 +67,64 @@ def test_the_model_stays_as_it_is() -> None:
     assert model.training and [p.requires_grad for p in model.parameters()] == trained
     assert program.max_batch == 2 and not program.decode.training
     model.eval()
+
+
+def test_what_is_cached_is_found_where_configurations_do_not_say_it() -> None:
+    assert cached_shapes(decoder("gpt2")) == ((4, 8, 8),) * 2
+    assert cached_shapes(decoder("latent")) == ((1, 16, 8),) * 2  # latents, and keys of positions
+    assert cached_shapes(decoder("mixtral")) == ((2, 8, 8),) * 2
+
+
+def test_a_model_that_caches_other_keys_than_it_says_is_refused() -> None:
+    """One that cannot run without data, of one head where its configuration tells two."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Told(LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None,
+                    past_key_values: Any = None, use_cache: Any = None, logits_to_keep: Any = 0) -> Any:  # fmt: skip
+            int(input_ids[0, 0])  # which no tensor without data has
+            rows = torch.zeros(input_ids.shape[0], 1, input_ids.shape[1], 8, dtype=torch.float64)
+            return past_key_values.update(rows, rows, 0)
+
+    model = Told(LlamaConfig(**SIZES)).eval()
+    assert cached_shapes(model) == ((2, 8, 8),) * 2
+    with pytest.raises(PlanError, match="expected layer 0 to cache 2 heads of 8 elements, found 1 of 8"):
+        held_against_decoder(model, LENGTH)
+
+
+def test_layers_that_hide_keys_by_themselves_are_refused_before_they_run() -> None:
+    """Also where nothing is held against the model; its windows are wider than what would be held."""
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
+    model = GPTNeoForCausalLM(GPTNeoConfig(attention_types=[[["global", "local"], 1]], window_size=256, **sizes))
+    with pytest.raises(PlanError, match="full or sliding attention, found local"):
+        autopar.serve(model, MESH, max_batch=1, max_length=64, check=False)
+
+
+def test_layers_that_cache_nothing_or_twice_are_refused() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Shared(LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None,
+                    past_key_values: Any = None, use_cache: Any = None, logits_to_keep: Any = 0) -> Any:  # fmt: skip
+            rows = torch.zeros(1, 2, 2, 8, device="meta")
+            return [past_key_values.update(rows, rows, 0) for _ in range(2)]
+
+    with pytest.raises(PlanError, match="once in each of 2 layers, found layers 0 2 times, 1 0 times"):
+        cached_shapes(Shared(LlamaConfig(**SIZES)))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_rows_go_where_they_belong_and_others_stay(steps: int) -> None:
+    cache, rows = torch.randn(2, 3, 8, 4), torch.randn(2, 3, steps, 4)
+    positions = torch.tensor([[5, 6, 7], [2, 0, 4]])[:, :steps]
+    is_written = torch.tensor([[True, False, True], [False, True, True]])[:, :steps]
+    expected = write_rows(cache, positions, rows, is_written)
+    found = cache.clone()
+    assert written_in_place(found, positions, rows, is_written) is found
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert not torch.equal(found, cache)
 
 
 class Kept(nn.Module):
@@ -151,4 +211,4 @@ def test_a_decode_step_reads_each_head_of_the_cache_once() -> None:
         steps = planned_steps(traced, decoder("llama"), mesh, ServedLayout(tp=tp))
         source = emit(*steps.decode)
         assert "aten.expand" not in source.split("class LlamaAttention")[1].split("class ")[0]
-        assert "rt.one_query_attention(" in source and heads in source
+        assert "rt.grouped_attention(" in source and heads in source

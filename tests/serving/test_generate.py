@@ -48,6 +48,8 @@ CASES = [
     ("mixtral", ServedLayout(dp=2, ep=2)),
     ("mistral", ServedLayout(dp=2)),
     ("qwen3_mixed", ServedLayout(tp=2)),
+    ("gpt2", ServedLayout(tp=2)),
+    ("latent", ServedLayout(tp=2)),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Heads that a model repeats for the queries of a group are read once where each sequence has one query."""
+"""Heads that a model repeats for the queries of a group are read once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.runtime.lowering.heads import one_query_attention
+from autopar.runtime.lowering import heads as lowered
+from autopar.runtime.lowering.heads import grouped_attention
 from autopar.runtime.mesh import Axis
 from autopar.substitute.heads import with_grouped_heads
 from autopar.trace import trace
@@ -38,20 +39,34 @@ def inputs(queries: int) -> dict[str, Tensor]:
     return {"query": query, "key": key, "value": value, "mask": torch.rand(2, 1, queries, 5, generator=generator) < 0.8}
 
 
-def test_one_query_reads_each_head_once_and_computes_the_same() -> None:
-    graph = trace(Repeating(2), inputs(1), mode="inference")
+@pytest.mark.parametrize("queries", [1, 3])
+def test_each_head_is_read_once_and_computes_the_same(queries: int) -> None:
+    graph = trace(Repeating(2), inputs(queries), mode="inference")
     told = with_grouped_heads(graph)
     (attention,) = told.nodes
     assert dict(attention.kwargs) == {"scale": 0.3, "enable_gqa": True}
     assert [told.tensors[name].shape for name in attention.operands[1:3]] == [(2, 3, 5, 4)] * 2
-    found, expected = (run_graph(one, {}, inputs(1))[graph.outputs[0]] for one in (told, graph))
+    found, expected = (run_graph(one, {}, inputs(queries))[graph.outputs[0]] for one in (told, graph))
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(("module", "queries"), [(Repeating(2), 3), (Repeating(2, interleaved=True), 1)])
-def test_other_attention_stays_as_it_is(module: nn.Module, queries: int) -> None:
-    graph = trace(module, inputs(queries), mode="inference")
+@pytest.mark.parametrize("queries", [1, 3])
+def test_heads_that_are_no_groups_of_neighbours_stay_as_they_are(queries: int) -> None:
+    graph = trace(Repeating(2, interleaved=True), inputs(queries), mode="inference")
     assert with_grouped_heads(graph) is graph
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_queries_of_a_group_are_those_of_its_head(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPUs' kernel shares heads by itself; where another device's does not, queries and mask are folded."""
+    given = inputs(3)
+    if device == "cuda":  # what other devices compute, here
+        monkeypatch.setattr(lowered, "_SHARES", ())
+    for mask in (given["mask"], given["mask"][0, 0], torch.rand(2, 6, 3, 5) < 0.9, None):
+        own = None if mask is None else mask | (torch.arange(5) == 0)
+        found = grouped_attention(given["query"], given["key"], given["value"], own, scale=0.3)
+        repeated = [given[name].repeat_interleave(2, 1) for name in ("key", "value")]
+        torch.testing.assert_close(found, F.scaled_dot_product_attention(given["query"], *repeated, own, scale=0.3))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
@@ -68,5 +83,5 @@ def test_ranks_that_split_queries_alone_take_the_heads_of_these(ranks: int, head
         axis = Axis("tp", ranks, rank, None)
         own = slice(rank * 6 // ranks, (rank + 1) * 6 // ranks)
         given = mask if masked_heads == 1 else mask[:, own]
-        parts.append(one_query_attention(query[:, own], key, value, given, heads=(6, 6 // heads, (axis,))))
+        parts.append(grouped_attention(query[:, own], key, value, given, heads=(6, 6 // heads, (axis,))))
     torch.testing.assert_close(torch.cat(parts, 1), expected)

@@ -142,14 +142,16 @@ class Elastic:
         return figures
 
     def _predicted_s(self, resumed: Resumed, kept: KeptNote) -> float:
-        """Processes end, after a checkpoint where nodes come, or while lost nodes are missed; they meet, start as long
-        as so many did before, and state moves."""
+        """Processes end, after a checkpoint where nodes come, or while lost nodes are missed; they meet, for a last
+        call where nodes are fewer than torchrun would take; they start as long as so many did before, and state
+        moves."""
         steps = self.steps
         found = kept.start_s(self.size) + steps.polled_s + resumed.moved_bytes / self.rung.ranks / steps.wire_bytes_s
+        found += steps.met_s if self.size < steps.rungs[0].ranks else 0.0
         if self.size >= kept.size:
             written_s = rung_for(steps.rungs, kept.size).written_s if kept.saved_s is None else kept.saved_s
             return found + written_s + steps.ended_s
-        return found + max(steps.ended_s, steps.noticed_s) + steps.met_s
+        return found + max(steps.ended_s, steps.noticed_s)
 
     def keep(self, rank: Rank, optimizer: Optimizer, step: int, extra: Extra = None) -> None:
         """After a step: keeps the state of this rank in the host's memory, and on other nodes what is on one alone.

@@ -11,7 +11,11 @@ from torch import Tensor
 from autopar.runtime.mesh import Axis
 from autopar.runtime.placement import local_offset, local_size
 
-__all__ = ["heads_of", "one_query_attention"]
+__all__ = ["grouped_attention", "heads_of"]
+
+
+_SHARES = ("cpu",)
+"""Devices whose kernel knows grouped heads under a mask."""
 
 
 def heads_of(x: Tensor, dim: int, num_queries: int, group: int, axes: Sequence[Axis]) -> Tensor:
@@ -25,25 +29,37 @@ def heads_of(x: Tensor, dim: int, num_queries: int, group: int, axes: Sequence[A
     return x.index_select(dim, wanted)
 
 
-def one_query_attention(
+def grouped_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None,
     heads: tuple[int, int, Sequence[Axis]] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of one query a sequence, whose heads share those of keys and values in groups of neighbours.
+    """Attention whose query heads share those of keys and values in groups of neighbours, under a mask or none.
 
-    query: (batch, query heads, 1, width); key, value: (batch, heads, length, width); mask: to be broadcast over (batch,
-    query heads, 1, length). The queries of a group are computed as if they were queries of its head, so that keys and
-    values are read where they lie, once. heads: where axes split the heads of queries alone, how many there are on all
-    of these, how many share one of keys, and the axes.
+    query: (batch, query heads, queries, width); key, value: (batch, heads, length, width); mask: to be broadcast over
+    (batch, query heads, queries, length), the batch and the last two given. The queries of a group are computed as if
+    they were queries of its head, so that keys and values are read where they lie, once, by any kernel. CPUs' kernel
+    does so itself, and is the faster one for several queries. heads: where axes split the heads of queries alone, how
+    many there are on all of these, how many share one of keys, and the axes.
     """
     if heads is not None:
         key, value = (_own_heads(x, *heads) for x in (key, value))
     group = max(1, query.shape[1] // max(1, key.shape[1]))  # a rank may have no query heads
-    folded = query.reshape(query.shape[0], key.shape[1], group, query.shape[3])
-    if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
-        mask = mask.reshape(mask.shape[0], *folded.shape[1:3], mask.shape[3])
+    if query.shape[2] > 1 and query.device.type in _SHARES:
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=group > 1)
+    folded = query.reshape(query.shape[0], key.shape[1], group * query.shape[2], query.shape[3])
+    mask = None if mask is None else _folded_mask(mask, group, query.shape[2], key.shape[1])
     found = F.scaled_dot_product_attention(folded, key, value, mask, scale=scale)
     return found.reshape(*query.shape[:3], value.shape[3])
+
+
+def _folded_mask(mask: Tensor, group: int, queries: int, heads: int) -> Tensor:
+    """Of the queries of a group as those of one head: (…, own heads or 1, group × queries, length)."""
+    if mask.dim() == 4 and mask.shape[1] > 1:
+        return mask.reshape(mask.shape[0], heads, group * mask.shape[2], mask.shape[3])
+    if queries == 1:
+        return mask
+    wide = mask if mask.dim() == 4 else mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+    return wide.expand(-1, group, queries, -1).reshape(wide.shape[0], 1, group * queries, wide.shape[3])
 
 
 def _own_heads(x: Tensor, num_queries: int, group: int, axes: Sequence[Axis]) -> Tensor:
