@@ -13,49 +13,61 @@ _A_CHUNK = "num-layers-per-virtual-pipeline-stage"
 _CHUNKS = "num-virtual-stages-per-pipeline-rank", "virtual-pipeline-model-parallel-size"
 
 
-def stages_said(
-    taker: Taker, pp: int, model: ModelSizes | None
-) -> tuple[int, tuple[int, ...] | None, tuple[int, int] | None]:
-    """Chunks of a rank, layers of each stage where they are said, and as how many layers the ends count."""
-    first = taker.whole("stages", BY_HAND[0], least=0)
-    last = taker.whole("stages", BY_HAND[1], least=0)
+Stages = tuple[int, tuple[int, ...] | None, tuple[int, int] | None]
+"""Chunks of a rank, layers of each stage where they are said, and as how many layers the ends count."""
+
+
+def stages_said(taker: Taker, pp: int, model: ModelSizes | None) -> Stages:
+    """What the arguments say of stages, all of which count as read."""
+    first, last = (taker.whole("stages", name, least=0) for name in BY_HAND[:2])
     is_alone = taker.true("stages", BY_HAND[2])
     layout = taker.given(BY_HAND[3])
     before, behind = (taker.true("stages", f"account-for-{end}-in-pipeline-split") for end in ("embedding", "loss"))
-    weights = int(before), int(behind)
     a_chunk, chunks = taker.whole("chunks", _A_CHUNK), taker.whole("chunks", *_CHUNKS)
     if pp == 1:
         return 1, None, None
     if layout is not None:
-        sizes = laid_out(str(layout.value))
-        if len(sizes) % pp or (model is not None and sum(sizes) != model.layers):
-            expected = f"a multiple of {pp} stages with {model.layers if model else 'all'} layers"
-            taker.fault("layout", expected, f"{len(sizes)} with {sum(sizes)}", "say as many", BY_HAND[3])
-        return max(1, len(sizes) // pp), sizes, None
+        return _laid_out(taker, str(layout.value), pp, model)
     if model is None:
         return chunks or 1, None, None
     if a_chunk and chunks:
         taker.fault("chunks", f"--{_A_CHUNK} or --{_CHUNKS[0]}", "both", "leave one out", _A_CHUNK, *_CHUNKS)
-    is_uneven = is_alone or first is not None or last is not None
-    if is_uneven:
+    if is_alone or first is not None or last is not None:
+        if a_chunk and not chunks:
+            taker.fault("chunks", f"--{_CHUNKS[0]} where stages have layers of their own", f"--{_A_CHUNK}",
+                        f"say --{_CHUNKS[0]}", _A_CHUNK)  # fmt: skip
         ends = 0 if is_alone else first, last
         return chunks or 1, _uneven(taker, model.layers, pp, chunks or 1, ends), None
-    if a_chunk and not chunks:
-        of_rank = (model.layers + sum(weights)) // pp
-        if of_rank % a_chunk:
-            chosen = ", ".join(map(str, divisors(of_rank)))
-            taker.fault("chunks", f"a number of layers that divides the {of_rank} of a stage", a_chunk,
-                        f"one of {chosen}", _A_CHUNK)  # fmt: skip
-        chunks = max(1, of_rank // a_chunk)
-    if chunks and chunks > 1 and pp == 2 and taker.given("no-overlap-p2p-communication"):
+    weights = int(before), int(behind)
+    chunks = chunks or _chunks(taker, (model.layers + sum(weights)) // pp, a_chunk)
+    if chunks > 1 and pp == 2 and taker.given("no-overlap-p2p-communication"):
         taker.fault("interleaved schedule", "more than two stages without overlapped sends", pp,
                     "take out --no-overlap-p2p-communication", "no-overlap-p2p-communication")  # fmt: skip
-    return chunks or 1, None, weights if any(weights) else None
+    return chunks, None, weights if any(weights) else None
+
+
+def _laid_out(taker: Taker, text: str, pp: int, model: ModelSizes | None) -> Stages:
+    sizes = laid_out(text)
+    if len(sizes) % pp or (model is not None and sum(sizes) != model.layers):
+        expected = f"a multiple of {pp} stages with {model.layers if model else 'all'} layers"
+        taker.fault("layout", expected, f"{len(sizes)} with {sum(sizes)}", "say as many", BY_HAND[3])
+    return max(1, len(sizes) // pp), sizes, None
+
+
+def _chunks(taker: Taker, of_rank: int, layers: int | None) -> int:
+    """How many chunks of so many layers a rank has."""
+    if layers is None:
+        return 1
+    if of_rank % layers:
+        chosen = ", ".join(map(str, divisors(of_rank)))
+        taker.fault("chunks", f"a number of layers that divides the {of_rank} of a stage", layers,
+                    f"one of {chosen}", _A_CHUNK)  # fmt: skip
+    return max(1, of_rank // layers)
 
 
 def _uneven(
     taker: Taker, layers: int, pp: int, chunks: int, ends: tuple[int | None, int | None]
-) -> tuple[int, ...] | None:
+) -> tuple[int, ...]:  # fmt: skip
     """Layers of each stage where those of the ends are said."""
     of_ranks = with_ends(layers, pp, *ends)
     sizes = of_ranks and in_chunks(of_ranks, chunks)

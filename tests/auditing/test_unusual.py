@@ -66,6 +66,8 @@ OF_MEGATRON = (
     Case("fewer layers at the ends, in chunks", "--num-layers 12 " + _PP4 + "--num-virtual-stages-per-pipeline-rank 2 "
          "--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2",
          job={"layers_of_stages": (1, 2, 2, 1, 1, 2, 2, 1), "chunks": 2}),
+    Case("fewer layers at the ends, in chunks of a number", "--num-layers 12 " + _PP4 + "--decoder-first-pipeline-num-"
+         "layers 3 --num-layers-per-virtual-pipeline-stage 1", "illegal", says=("where stages have layers of",)),
     Case("ends that count as layers", "--num-layers 6 " + _PP4 + "--account-for-embedding-in-pipeline-split "
          "--account-for-loss-in-pipeline-split", job={"layers_of_stages": (1, 2, 2, 1)}),
     Case("ends that count, and do not divide", _PP4 + "--account-for-loss-in-pipeline-split", "illegal",
