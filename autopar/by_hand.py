@@ -34,7 +34,7 @@ from autopar.request import BUDGETS, Request, memory_limit_of
 from autopar.rewrites import any_way, by_load, by_slices, in_chunks, with_replicas, with_slices
 from autopar.shares import SharedBatch
 from autopar.simulate import Overlap
-from autopar.simulate.player import AS_EMITTED
+from autopar.simulate.overlap import AS_EMITTED
 from autopar.staging import checked_sizes, cut, even_sizes, stages_of_sizes
 from autopar.step import simulated_again, with_simulator
 from autopar.template import (

@@ -43,7 +43,7 @@ from autopar.simulate import (
     traffic,
     traffic_by_submesh,
 )
-from autopar.simulate.player import AS_EMITTED
+from autopar.simulate.overlap import AS_EMITTED
 from autopar.trace import Blocks
 from autopar.tunables import FIT_TRIES, LEAST_SOLVE_S
 from autopar.zero import (
