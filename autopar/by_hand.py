@@ -33,6 +33,8 @@ from autopar.refusal import check_host
 from autopar.request import BUDGETS, Request, memory_limit_of
 from autopar.rewrites import any_way, by_load, by_slices, in_chunks, with_replicas, with_slices
 from autopar.shares import SharedBatch
+from autopar.simulate import Overlap
+from autopar.simulate.overlap import AS_EMITTED
 from autopar.staging import checked_sizes, cut, even_sizes, stages_of_sizes
 from autopar.step import simulated_again, with_simulator
 from autopar.template import (
@@ -60,9 +62,10 @@ def template_of_graph(
     gradients: str = "sums",
     mode: str = "train",
     optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
-    constraints: Sequence[Constraint] = (),
+    constraints: Sequence[Constraint] = (), overlap: Overlap = AS_EMITTED,
 ) -> Plan:  # fmt: skip
-    """`template_plan` of a traced model, under further constraints."""
+    """`template_plan` of a traced model, under further constraints. overlap: what is sent beside computation, where
+    another software than emitted programs runs the plan, on equal devices."""
     axes = template_axes(mesh, dp, tp, pp, hsdp, cp, ep, exchange)
     sharing = expert_axes(mesh, dp, tp, cp, ep, exchange).sharing
     check_hsdp(mesh, pp, hsdp)
@@ -125,7 +128,7 @@ def template_of_graph(
         stages = UnequalStages(part, kinds, len(first_ranks) // pp, schedule, paths, request, profiles_of(mesh))
         plan = stages.plan(split, sizes)
     else:
-        plan = _fitted(Place(part, axes, request, profile_of(mesh), by_factors=gradients == FACTORS))
+        plan = _fitted(Place(part, axes, request, profile_of(mesh), None, gradients == FACTORS, overlap))
     if is_adaptive or experts == ADAPTIVE:
         graph, plan = _by_load(given, plan, is_adaptive, experts == ADAPTIVE)
     return _checked(replace(plan, substitutions=(*told, *plan.substitutions)), graph)

@@ -34,7 +34,16 @@ from autopar.ops import coverage
 from autopar.ops.table import operator
 from autopar.refusal import fit_or_refuse
 from autopar.request import Request
-from autopar.simulate import predict, prices_of, simulate, traffic, traffic_by_submesh
+from autopar.simulate import (
+    Overlap,
+    Timeline,
+    predict,
+    prices_of,
+    simulate,
+    traffic,
+    traffic_by_submesh,
+)
+from autopar.simulate.overlap import AS_EMITTED
 from autopar.trace import Blocks
 from autopar.tunables import FIT_TRIES, LEAST_SOLVE_S
 from autopar.zero import (
@@ -118,7 +127,8 @@ def microbatch_counts(graph: Graph, request: Request) -> Iterator[int]:
 class Place:
     """A logical mesh for the graph of one microbatch. The problem is built once, whatever limits are asked for.
 
-    by_factors: gradients of weights may meet as factors (`ops.factors`), where that sends less.
+    by_factors: gradients of weights may meet as factors (`ops.factors`), where that sends less. overlap: what its plans
+    send beside computation, as another software may (`simulate.Overlap`).
     """
 
     part: DividedGraph
@@ -127,6 +137,7 @@ class Place:
     profile: Profile
     sends: Sends | None = None
     by_factors: bool = False
+    overlap: Overlap = AS_EMITTED
 
     def fit(self, seconds: float, limit: int | None = None, floor: int = 0) -> Plan:
         """The best plan whose simulated peak fits; solved again under a tighter limit while it does not.
@@ -173,7 +184,11 @@ class Place:
 
     def scored(self, plan: Plan) -> Plan:
         """A plan of one stage with the simulator's prediction."""
-        return replace(plan, predicted=predict(simulate(self.part.graph, plan, self.shared_profile)))
+        return replace(plan, predicted=predict(self.played(plan)))
+
+    def played(self, plan: Plan) -> Timeline:
+        """A step of a plan."""
+        return simulate(self.part.graph, plan, self.shared_profile, self.overlap)
 
     def recomputing(self, modules: Modules) -> Place:
         """The place with these modules computed again."""
@@ -186,7 +201,7 @@ class Place:
 
     def staged(self, plan: Plan) -> Plan:
         """A plan of several stages, with the simulator's prediction and the bytes of the submesh that sends most."""
-        timeline = simulate(self.part.graph, plan, self.shared_profile)
+        timeline = self.played(plan)
         sent = traffic_by_submesh(self.part.whole, plan, timeline)
         most = max(sent, key=lambda counts: sum(counts.values()))
         return replace(plan, predicted=replace(predict(timeline), comm_bytes=most))

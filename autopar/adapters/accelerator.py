@@ -14,6 +14,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from autopar.adapters.optimizers import check_optimizer
 from autopar.adapters.own_loss import check_loss
 from autopar.adapters.planned import PlannedModel
 from autopar.runtime import ProgramError
@@ -67,6 +68,13 @@ class PlannedAccelerator(Accelerator):
             f"expected the planned model, found {type(model).__name__}, which would be wrapped in "
             "DistributedDataParallel; autopar's Trainer trains the model that it was given, and no other"
         )
+
+    def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Accelerate. Raises ProgramError for one that would leave the planned model as it is."""
+        if self.planned is not None:
+            remedy = "in create_optimizer, take those of self.model_wrapped or of the model that it is given"
+            check_optimizer(optimizer, self.planned.rank, remedy)
+        return super().prepare_optimizer(optimizer, *args, **kwargs)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """As in Accelerate. Raises ProgramError for a loss that would give other gradients than in one process."""

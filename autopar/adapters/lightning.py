@@ -21,6 +21,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -34,6 +35,7 @@ from autopar.adapters.building import WantedPlan, built, on_all, on_first
 from autopar.adapters.evaluations import Evaluations, size_of, with_rows
 from autopar.adapters.handing_over import HandedOver
 from autopar.adapters.loss import loss_with_backward
+from autopar.adapters.optimizers import check_optimizer
 from autopar.adapters.samples import as_before, first_batch, row_counts
 from autopar.adapters.steps import Logged, TrainingStep, log_again, tried
 from autopar.adapters.unchanged import Unchanged, as_reads, as_text, recorded_reads
@@ -41,6 +43,7 @@ from autopar.ir.plan import Plan
 from autopar.program import model_state
 from autopar.runtime import ProgramError, Rank
 
+_AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 _STEPS = {"fit": "validation_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
@@ -148,6 +151,9 @@ class PlannedStrategy(SingleDeviceStrategy):
             self._plan_evaluation(trainer)
         self._precision_plugin = _PlannedPrecision(self)
         on_all(lambda: super(PlannedStrategy, self).setup(trainer))
+        if self._planned is not None:
+            for optimizer in self.optimizers:
+                check_optimizer(optimizer, self.rank, "make it in configure_optimizers, of self.parameters()")
         if len(self.optimizers) > 1:
             raise ProgramError(f"expected one optimizer, found {len(self.optimizers)}; use groups of parameters")
 
@@ -161,6 +167,12 @@ class PlannedStrategy(SingleDeviceStrategy):
             raise ProgramError(
                 f'expected precision="32-true", found {self.precision_plugin.precision}; the plan says in which '
                 'precision is computed: options={"precision": "bf16"} of the strategy'
+            )
+        averaging = [type(one).__name__ for one in trainer.callbacks if isinstance(one, _AVERAGING)]
+        if averaging and trainer.state.fn == "fit":
+            raise ProgramError(
+                f"expected no callback that averages copies of the whole module, found {', '.join(averaging)}: a rank "
+                "has parts of it. Average clones of self.parameters() in a callback of your own"
             )
         if self._planned is None and any(isinstance(x, DTensor) for x in module.parameters()):
             raise ProgramError(

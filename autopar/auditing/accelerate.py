@@ -4,13 +4,14 @@ job in it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from autopar.auditing import deepspeed
 from autopar.auditing.job import OF_A_NODE, JobFile, TrainingJob
 from autopar.auditing.taking import Taker, beside, missing
-from autopar.auditing.values import yaml_values
+from autopar.auditing.values import FileValue, yaml_values
 
 FORM = "yaml"
 _F, _D, _N, _S = (
@@ -42,7 +43,9 @@ KNOWN = [
     *beside("compute_environment", "debug", "downcast_bf16", "enable_cpu_affinity", "machine_rank", "main_process_*",
             "main_training_function", "rdzv_backend", "same_network", "tpu_*", "use_cpu", "gpu_ids", "ipex_config*",
             "command_file", "commands", "num_cpu_threads_per_process", "mpirun_config*", "aws_*", "ec2_*", "monitor_*",
-            "max_restarts", "fsdp_config", "megatron_lm_config", "deepspeed_config", "dynamo_config", "tp_config*"),
+            "max_restarts", "fsdp_config", "megatron_lm_config", "deepspeed_config", "dynamo_config",
+            "use_parallelism_config"),
+    *missing("tensor parallelism as older Accelerate configured it", "tp_config*", off=(1, {}, None)),
 ]  # fmt: skip
 
 
@@ -82,8 +85,12 @@ def _precision(taker: Taker, job: TrainingJob) -> str:
 
 
 def _fsdp(taker: Taker) -> TrainingJob:
+    version = taker.whole("version", f"{_F}fsdp_version", default=1)
     found = taker.given(f"{_F}fsdp_sharding_strategy")
     zero, is_hybrid = 3, False
+    if found is not None and version > 1:
+        taker.note("does not matter", "version 2 of FSDP asks fsdp_reshard_after_forward alone", found.key)
+        found = None
     if found is not None:
         strategies = {**_STRATEGIES, **_NUMBERED}
         if str(found.value) not in strategies:
@@ -92,17 +99,32 @@ def _fsdp(taker: Taker) -> TrainingJob:
         taker.where["zero"] = found
     reshards = taker.given(f"{_F}fsdp_reshard_after_forward")
     if found is None and reshards is not None:
-        text = str(reshards.value)
-        is_whole = text.lower() in ("true", "false")
-        zero = {"true": 3, "false": 2}[text.lower()] if is_whole else _STRATEGIES.get(text, (3, False))[0]
-        taker.where["zero"] = reshards
+        zero, is_hybrid = _resharded(taker, reshards, version)
+        taker.where["zero"] = found = reshards
     again = taker.true("recompute", f"{_F}fsdp_activation_checkpointing")
     job = TrainingJob("accelerate", zero=zero, recompute="full" if again else "none")
-    if is_hybrid:
-        taker.where["shard"] = taker.values[f"{_F}fsdp_sharding_strategy"]
-        taker.note("assumed", "shards are those of a node", f"{_F}fsdp_sharding_strategy")
+    if is_hybrid and found is not None:
+        taker.where["shard"] = found
+        taker.note("assumed", "shards are those of a node", found.key)
         job = replace(job, shard=OF_A_NODE)
     return job
+
+
+def _resharded(taker: Taker, found: FileValue, version: int) -> tuple[int, bool]:
+    """ZeRO's stage, and whether it is that of a node, of what FSDP does with parameters behind the forward pass: true
+    or false of version 2, a strategy's name of version 1."""
+    text = str(found.value).upper()
+    if version > 1:
+        if text not in ("TRUE", "FALSE"):
+            raise taker.wrong(found, "true or false, for version 2 of FSDP")
+        return (3 if text == "TRUE" else 2), False
+    if text in ("TRUE", "FALSE"):
+        taker.fault("sharding", f"one of {', '.join(_STRATEGIES)} for version 1 of FSDP", found.value,
+                    "add fsdp_version: 2", found.key)  # fmt: skip
+        return 3, False
+    if text not in _STRATEGIES:
+        raise taker.wrong(found, f"one of {', '.join(_STRATEGIES)}")
+    return _STRATEGIES[text]
 
 
 def _deepspeed(taker: Taker) -> TrainingJob:
@@ -129,14 +151,44 @@ def _megatron(taker: Taker) -> TrainingJob:
 
 
 def _degrees(taker: Taker, job: TrainingJob) -> TrainingJob:
+    """The job with what a ParallelismConfig says: what it does not say is 1, but DeepSpeed counts its ranks itself."""
+    is_said = any(key.startswith(_D) for key in taker.values) and _kind(taker) != "DEEPSPEED"
     tp = taker.whole("tp", f"{_D}tp_size", default=job.tp)
     cp = taker.whole("cp", f"{_D}cp_size", default=1)
     heads = taker.whole("cp", f"{_D}sp_size", default=1) if cp == 1 else 1
-    shard = taker.whole("shard", f"{_D}dp_shard_size", default=job.shard)
-    replicate = taker.whole("replicate", f"{_D}dp_replicate_size", default=job.replicate)
+    taker.given(f"{_D}sp_size")
+    shard = taker.whole("shard", f"{_D}dp_shard_size", default=1 if is_said else job.shard)
+    replicate = taker.whole("replicate", f"{_D}dp_replicate_size", default=1 if is_said else job.replicate)
+    if is_said:
+        _check_degrees(taker, {"tp": tp, "cp": cp, "dp_shard": shard, "dp_replicate": replicate})
+    if is_said and shard == replicate == tp == cp == 1:
+        shard = replicate = None  # all ranks hold copies
     taker.given(f"{_D}cp_backend", f"{_D}sp_backend")
     return replace(job, tp=tp, cp=max(cp, heads), context="heads" if heads > 1 else "gather", shard=shard,
                    replicate=replicate, sequence_parallel=job.sequence_parallel)  # fmt: skip
+
+
+def _kind(taker: Taker) -> str:
+    return str(taker.where["kind"].value) if "kind" in taker.where else "NO"
+
+
+def _check_degrees(taker: Taker, degrees: Mapping[str, int]) -> None:
+    """What Accelerate's ParallelismConfig refuses of its degrees, beside their product."""
+    keys = {name: f"{_D}{name}_size" for name in degrees}
+    sharded = max(degrees["dp_shard"], degrees["cp"])
+    if (taker.whole("sp", f"{_D}sp_size", default=1)) > 1 and degrees["cp"] > 1:
+        taker.fault("degrees", "cp_size or sp_size", "both", "set one to 1", keys["cp"], f"{_D}sp_size")
+    if max(degrees["tp"], degrees["cp"]) > 1 and degrees["dp_replicate"] > 1 and degrees["dp_shard"] == 1:
+        taker.fault("degrees", "dp_shard_size above 1 beside dp_replicate_size and tp_size or cp_size", 1,
+                    "shard among the replicas instead", keys["dp_replicate"], keys["dp_shard"])  # fmt: skip
+    if _kind(taker) != "FSDP":
+        return
+    if taker.whole("version", f"{_F}fsdp_version", default=1) == 1:
+        taker.fault("degrees", "version 2 of FSDP beside parallelism_config", 1, "add fsdp_version: 2",
+                    f"{_F}fsdp_version", *keys.values())  # fmt: skip
+    if sharded == 1:
+        taker.fault("degrees", "dp_shard_size or cp_size above 1, among which FSDP shards", 1,
+                    "another distributed_type, or more shards", keys["dp_shard"], keys["cp"])  # fmt: skip
 
 
 # Writing ----------------------------------------

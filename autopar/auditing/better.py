@@ -93,7 +93,8 @@ def _batches(
                 one = replace(
                     job, data=data, replicate=1, shard=data, tp=tp, pp=pp, cp=cp, sequence_parallel=_beside(job, tp),
                     zero=zero, recompute=again, recompute_layers=None, recompute_every=1,
-                    micro_batch=micro, accumulation=local // micro, schedule="1f1b" if pp == 1 else job.schedule,
+                    stage_layers=None, micro_batch=micro, accumulation=local // micro,
+                    schedule="1f1b" if pp == 1 else job.schedule,
                 )  # fmt: skip
                 yield from _scheduled(one, job, local, micro)
 
@@ -114,10 +115,9 @@ def _scheduled(one: TrainingJob, job: TrainingJob, local: int, micro: int) -> It
     if job.framework == "torchtitan" and one.pp > 1 and one.zero == 3:
         return  # gathered anew for each microbatch: FSDP keeps them there
     yield replace(one, chunks=1, schedule="1f1b")
-    layers = job.model.layers if job.model else 0
     for chunks in (2, 4):
         fits = job.framework == "megatron" or (job.framework == "torchtitan" and chunks == 2)
-        if one.pp > 1 and fits and layers % (one.pp * chunks) == 0:
+        if one.pp > 1 and fits:
             yield replace(one, chunks=chunks, schedule="interleaved")
 
 

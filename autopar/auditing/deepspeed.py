@@ -17,6 +17,11 @@ KNOWN = [
     *missing(_HOST, f"{_Z}offload_optimizer.device", f"{_Z}offload_param.device", f"{_Z}cpu_offload*"),
     *missing("gathers and sums in fewer bits (ZeRO++)", f"{_Z}zero_quantized_*"),
     *missing("parameters kept twice, in each node as well (ZeRO++)", f"{_Z}zero_hpz_partition_size", off=(1, None)),
+    *missing("gradients kept, added up or sent in another type: planned as float32 sums",
+             "communication_data_type", "seq_parallel_communication_data_type", "data_types.grad_accum_dtype",
+             off=("fp32", None, "auto")),
+    *missing("batches that follow the number of devices", "elasticity.enabled"),
+    *missing("pipeline stages are cut in the model's code", "pipeline*"),
     *missing("a compressed model", "compression_training*", "quantize_training*"),
     *missing("attention over blocks", "sparse_attention*"),
     *missing("lengths or data that change as training goes on", "curriculum_learning.enabled",
@@ -36,11 +41,10 @@ KNOWN = [
             "bf16.enabled", "bfloat16.enabled", "bf16.immediate_grad_update",
             why="a number of the optimizer or of its loss scale"),
     *beside("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "tensorboard*", "wandb*",
-            "csv_monitor*", "comet*", "flops_profiler*", "autotuning*", "elasticity*", "comms_logger*", "checkpoint*",
+            "csv_monitor*", "comet*", "flops_profiler*", "autotuning*", "comms_logger*", "checkpoint*",
             "load_universal_checkpoint", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "seed",
-            "monitor_config*", "dataloader_drop_last", "data_types*", "curriculum_learning.*", "data_efficiency.*",
-            "progressive_layer_drop.*", "eigenvalue.*", "amp.*", "compile.*", "disable_allgather",
-            "communication_data_type"),
+            "elasticity.*", "monitor_config*", "dataloader_drop_last", "curriculum_learning.*", "data_efficiency.*",
+            "progressive_layer_drop.*", "eigenvalue.*", "amp.*", "compile.*", "disable_allgather"),
     *beside(f"{_Z}reduce_bucket_size", f"{_Z}allgather_bucket_size", *(f"{_Z}stage3_{name}" for name in (
                 "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold",
                 "model_persistence_threshold", "gather_16bit_weights_on_model_save",
@@ -72,11 +76,14 @@ def job_of(taker: Taker, prefix: str, framework: str = "deepspeed") -> TrainingJ
     overlaps = taker.true("overlaps", f"{at}{_Z}overlap_comm", default=zero == 3)
     tp = taker.whole("tp", f"{at}tensor_parallel.autotp_size", default=1, absent=(0,))
     heads = taker.whole("cp", f"{at}sequence_parallel_size", default=1)
+    micro = taker.whole("micro_batch", f"{at}train_micro_batch_size_per_gpu")
+    times = taker.whole("accumulation", f"{at}gradient_accumulation_steps")
+    whole = taker.whole("global_batch", f"{at}train_batch_size")
+    if whole and not micro and not _is_auto(taker, f"{at}train_micro_batch_size_per_gpu"):
+        times = times or 1  # of a batch alone, each rank's share is one micro batch (DeepSpeedConfig)
     return TrainingJob(
-        framework, shard=shards, zero=zero, tp=tp, cp=heads, context="heads",
-        micro_batch=taker.whole("micro_batch", f"{at}train_micro_batch_size_per_gpu"),
-        accumulation=taker.whole("accumulation", f"{at}gradient_accumulation_steps"),
-        global_batch=taker.whole("global_batch", f"{at}train_batch_size"), precision=_precision(taker, at),
+        framework, shard=shards, zero=zero, tp=tp, cp=heads, context="heads", micro_batch=micro, accumulation=times,
+        global_batch=whole, precision=_precision(taker, at),
         optimizer=_optimizer(taker, at), overlaps_sums=overlaps,
     )  # fmt: skip
 
@@ -84,6 +91,8 @@ def job_of(taker: Taker, prefix: str, framework: str = "deepspeed") -> TrainingJ
 def _precision(taker: Taker, at: str) -> str:
     brain = taker.given(f"{at}bf16.enabled", f"{at}bfloat16.enabled")
     half = taker.given(f"{at}fp16.enabled")
+    if half is not None and half.value is True and brain is not None and brain.value is True:
+        taker.fault("precision", "fp16 or bf16", "both enabled", "enable one", half.key, brain.key)
     if half is not None and half.value is True:
         taker.where["precision"] = half
         taker.note("approximated", "fp16 is planned as bfloat16, which takes as long and as much", half.key)

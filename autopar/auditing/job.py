@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from autopar.auditing.stages import dealt
 from autopar.auditing.values import FileValue
 from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
@@ -83,7 +84,8 @@ class TrainingJob:
     where
     the pipeline cuts a local batch (torchtitan). recompute: as `template_plan`'s; recompute_layers: only so many of
     each
-    stage, recompute_every: only every such layer.
+    stage, recompute_every: only every such layer. stage_layers: of each stage, in the order in which they run, where
+    they are said; end_weights: as how many layers what is before and behind them counts where they are dealt out.
     """
 
     framework: str
@@ -100,6 +102,8 @@ class TrainingJob:
     pp: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
+    stage_layers: tuple[int, ...] | None = None
+    end_weights: tuple[int, int] | None = None
     cp: int = 1
     context: str = "gather"
     ep: int = 1
@@ -143,6 +147,14 @@ class TrainingJob:
         if self.pipeline_micro_batch and self.micro_batch:
             parts = max(1, self.micro_batch // self.pipeline_micro_batch)
         return (self.accumulation or 1) * parts
+
+    @property
+    def layers_of_stages(self) -> tuple[int, ...] | None:
+        """How many layers each stage has, in the order in which they run; None where all have as many, or where the
+        software leaves it open."""
+        if self.pp == 1 or self.model is None or self.stage_layers is not None:
+            return self.stage_layers if self.pp > 1 else None
+        return None if self.end_weights is None else dealt(self.model.layers, self.pp * self.chunks, *self.end_weights)
 
     @property
     def sharding_ranks(self) -> int:
@@ -207,6 +219,20 @@ def check_known(job: TrainingJob, name: str) -> None:
 
 
 @dataclass(frozen=True)
+class LegalityFault:
+    """Something by which a job stops before its first step."""
+
+    what: str
+    expected: str
+    found: str
+    where: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: expected {self.expected}, found {self.found} ({self.where}); {self.remedy}"
+
+
+@dataclass(frozen=True)
 class NotCarried:
     """A key that no plan carries, and why. kind: "no equivalent", "approximated", "assumed", "does not matter" or
     "unknown"."""
@@ -224,13 +250,15 @@ class NotCarried:
 
 @dataclass(frozen=True)
 class JobFile:
-    """A file as it was read: the job, where each field of it stands, and what of the file is not in it."""
+    """A file as it was read: the job, where each field of it stands, and what of the file is not in it. faults: what
+    the framework itself refuses of it, whatever the devices."""
 
     name: str
     text: str
     job: TrainingJob
     where: Mapping[str, FileValue] = field(default_factory=dict)
     left: tuple[NotCarried, ...] = ()
+    faults: tuple[LegalityFault, ...] = ()
 
     def place(self, *fields: str) -> str:
         """Where these fields of the job stand, for messages."""

@@ -4,26 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from autopar.auditing.job import JobFile, ModelSizes, TrainingJob, divisors
+from autopar.auditing.job import JobFile, LegalityFault, ModelSizes, TrainingJob, divisors
 
 _OF_EVEN_STAGES = ("megatron",)
 _PADS_VOCABULARY = ("megatron", "nanotron")
-
-
-@dataclass(frozen=True)
-class LegalityFault:
-    """Something by which a job stops before its first step."""
-
-    what: str
-    expected: str
-    found: str
-    where: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: expected {self.expected}, found {self.found} ({self.where}); {self.remedy}"
 
 
 def faults(file: JobFile, job: TrainingJob) -> list[LegalityFault]:
@@ -80,15 +65,31 @@ def _stages(file: JobFile, job: TrainingJob) -> Iterator[LegalityFault]:
     if job.pp == 1:
         return
     where = file.place("pp", "schedule", "chunks", "global_batch", "micro_batch", "accumulation")
-    if job.chunks > 1 and job.microbatches % job.pp:
+    if job.framework == "torchtitan":
+        yield from _stages_of_torch(job, where)
+    elif job.chunks > 1 and job.microbatches % job.pp:
         yield LegalityFault(
             "interleaved schedule", f"a multiple of {job.pp} microbatches", str(job.microbatches), where,
             f"a global batch of a multiple of {(job.micro_batch or 1) * job.ranks_of_data * job.pp}, or no chunks",
         )  # fmt: skip
-    stages = job.pp * job.chunks
-    if job.framework == "torchtitan" and job.microbatches < stages:
+
+
+_IN_ROUNDS = ("interleaved", "interleaved_zero_bubble")
+
+
+def _stages_of_torch(job: TrainingJob, where: str) -> Iterator[LegalityFault]:
+    """What torch.distributed.pipelining's schedules ask of the number of microbatches."""
+    stages, parts = job.pp * job.chunks, job.microbatches
+    rounds = max(1, parts // job.pp)
+    if job.schedule in _IN_ROUNDS and parts % rounds:
+        near = rounds * (parts // rounds)
         yield LegalityFault(
-            "pipeline", f"at least as many microbatches as there are stages, {stages}", str(job.microbatches), where,
+            "interleaved schedule", f"a multiple of the {rounds} rounds of microbatches", str(parts), where,
+            f"a local batch of {near * (job.pipeline_micro_batch or 1)}",
+        )  # fmt: skip
+    if job.schedule not in (*_IN_ROUNDS, "zero_bubble_v") and parts < stages:
+        yield LegalityFault(
+            "pipeline", f"at least as many microbatches as there are stages, {stages}", str(parts), where,
             f"a local batch of {stages * (job.pipeline_micro_batch or 1)}, or fewer stages",
         )  # fmt: skip
 
@@ -143,11 +144,18 @@ def _tensor(file: JobFile, job: TrainingJob, model: ModelSizes) -> Iterator[Lega
 def _layers(file: JobFile, job: TrainingJob, model: ModelSizes) -> Iterator[LegalityFault]:
     stages = job.pp * job.chunks
     where = file.place("pp", "chunks", "model")
-    if stages > model.layers:
-        yield LegalityFault("stages", f"at most {model.layers}, one a layer", str(stages), where, "fewer stages")
-    elif job.framework in _OF_EVEN_STAGES and model.layers % stages:
-        chosen = [n for n in divisors(model.layers) if n <= stages]
-        yield LegalityFault("stages", f"a number that divides {model.layers} layers", str(stages), where,
+    if job.pp == 1 or job.stage_layers is not None:
+        return
+    first, last = job.end_weights or (0, 0)
+    layers = model.layers + first + last
+    if layers // stages < max(1, first, last):
+        most = layers // max(1, first, last)
+        said = f" with {first} less in the first stage and {last} in the last" if first or last else ""
+        yield LegalityFault("stages", f"at most {most} for {model.layers} layers{said}", str(stages), where,
+                            "fewer stages")  # fmt: skip
+    elif job.framework in _OF_EVEN_STAGES and layers % stages:
+        chosen = [n for n in divisors(layers) if n <= stages]
+        yield LegalityFault("stages", f"a number that divides {layers} layers", str(stages), where,
                             f"one of {_some(chosen)}")  # fmt: skip
 
 
@@ -161,13 +169,14 @@ def _experts(file: JobFile, job: TrainingJob, model: ModelSizes) -> Iterator[Leg
     if not 1 <= model.chosen_experts <= model.experts:
         yield LegalityFault("experts", f"from 1 to {model.experts} of them chosen by a token",
                             str(model.chosen_experts), where, "fewer, or more experts")  # fmt: skip
-    ranks = job.ranks_of_data * job.cp * job.tp
+    ranks = (job.sharding_ranks if job.framework == "torchtitan" else job.ranks_of_data) * job.cp * job.tp
     if model.experts % job.ep:
         yield LegalityFault("expert parallelism", f"a number that divides {model.experts} experts", str(job.ep), where,
                             f"one of {_some([n for n in divisors(model.experts) if ranks % n == 0])}")  # fmt: skip
     if ranks % job.ep:
-        yield LegalityFault("expert parallelism", f"a number that divides the {ranks} ranks of a stage", str(job.ep),
-                            where, f"one of {_some(divisors(math.gcd(ranks, model.experts)))}")  # fmt: skip
+        yield LegalityFault("expert parallelism", f"a number that divides the {ranks} ranks that share experts",
+                            str(job.ep), where,
+                            f"one of {_some(divisors(math.gcd(ranks, model.experts)))}")  # fmt: skip
     if job.framework == "megatron" and job.tp > 1 and not job.sequence_parallel:
         yield LegalityFault("experts with tensor parallelism", "sequence parallelism beside", "none",
                             file.place("sequence_parallel", "tp"), "add --sequence-parallel")  # fmt: skip

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.auditing.job import JobFile, ModelSizes, TrainingJob
+from autopar.auditing.megatron_stages import BY_HAND, stages_said
 from autopar.auditing.shell import UNKNOWN, Script, ScriptCommand, Word, read_script
 from autopar.auditing.taking import KnownKey, Taker, beside, missing
 from autopar.auditing.values import FileValue, line_of, yaml_values
@@ -29,10 +30,6 @@ KNOWN = [
     *missing("attention over a latent", "multi-latent-attention", "q-lora-rank", "kv-lora-rank"),
     *missing("more tokens predicted at once", "mtp-num-layers"),
     *missing("layers of other kinds", "hybrid-*", "is-hybrid-model", "mamba-*", "window-size", "retro-*"),
-    *missing("stages laid out by hand", "pipeline-model-parallel-layout"),
-    *missing("stages with other numbers of layers at the ends", "decoder-first-pipeline-num-layers",
-             "decoder-last-pipeline-num-layers", "account-for-embedding-in-pipeline-split",
-             "account-for-loss-in-pipeline-split", "standalone-embedding-stage"),
     *missing("experts that all tokens pass", "moe-shared-expert-intermediate-size"),
     *missing("tokens beyond a capacity are dropped", "moe-expert-capacity-factor", "moe-token-dropping"),
     *missing("a batch that grows as training goes on: planned at its full size", "rampup-batch-size",
@@ -47,7 +44,8 @@ KNOWN = [
             "moe-token-dispatcher-type", "moe-grouped-gemm", "moe-permute-fusion", "moe-router-*",
             "moe-input-jitter-eps",
             "moe-*fusion", why="how it is computed, which the cost model decides"),
-    *beside("overlap-param-gather*", "tp-comm-*", "no-*fusion", "*fusion", "delay-*", "batch-p2p-*", "overlap-p2p*",
+    *beside("overlap-param-gather*", "no-overlap-p2p*", "tp-comm-*", "no-*fusion", "*fusion", "delay-*",
+            "batch-p2p-*", "overlap-p2p*",
             "use-flash-attn", "attention-backend", "attention-softmax-in-fp32", "transformer-impl", "use-mcore-models",
             "use-legacy-models", "spec", "async-tensor-model-parallel-allreduce", "align-*", "scatter-gather-*",
             "ddp-*", "no-scatter-*", "nccl-*", "defer-embedding*", "manual-gc*", "empty-unused-memory-level",
@@ -172,7 +170,7 @@ def _job(taker: Taker, is_yaml: bool = False) -> TrainingJob:
     tp = taker.whole("tp", "tensor-model-parallel-size", "model-parallel-size", default=1)
     pp = taker.whole("pp", "pipeline-model-parallel-size", default=1)
     model = _model(taker, tp)
-    chunks = _chunks(taker, pp, model)
+    chunks, stage_layers, weights = stages_said(taker, pp, model)
     zero = _zero(taker)
     cp = taker.whole("cp", "context-parallel-size", default=1)
     ways = {"p2p": "ring", "all_gather": "gather", "a2a": "heads", "a2a+p2p": "ring"}
@@ -183,7 +181,7 @@ def _job(taker: Taker, is_yaml: bool = False) -> TrainingJob:
         per_node=taker.whole("per_node", "nproc-per-node", absent=(UNKNOWN.text,)),
         replicate=shards if zero and shards > 1 else None, zero=zero, tp=tp,
         sequence_parallel=taker.true("sequence_parallel", "sequence-parallel") and tp > 1, pp=pp, chunks=chunks,
-        schedule="interleaved" if chunks > 1 else "1f1b", cp=cp,
+        stage_layers=stage_layers, end_weights=weights, schedule="interleaved" if chunks > 1 else "1f1b", cp=cp,
         context=taker.word("context", "cp-comm-type", choices=ways, default="ring"),
         ep=taker.whole("ep", "expert-model-parallel-size", default=1),
         micro_batch=taker.whole("micro_batch", "micro-batch-size", default=1),
@@ -191,6 +189,7 @@ def _job(taker: Taker, is_yaml: bool = False) -> TrainingJob:
         recompute=recompute, recompute_layers=layers, precision=_precision(taker), optimizer=_optimizer(taker),
         overlaps_sums=taker.true("overlaps", "overlap-grad-reduce"),
     )  # fmt: skip
+    _asserted(taker, job)
     if is_yaml:
         job = replace(job, nodes=None, per_node=None)
     world = taker.whole("world", "world-size")
@@ -206,26 +205,37 @@ def _zero(taker: Taker) -> int:
     return int(sharded) if sharded is not None else 3 if whole else 0
 
 
-def _chunks(taker: Taker, pp: int, model: ModelSizes | None) -> int:
-    layers = taker.whole("chunks", "num-layers-per-virtual-pipeline-stage")
-    stages = taker.whole("chunks", "num-virtual-stages-per-pipeline-rank", "virtual-pipeline-model-parallel-size")
-    if pp == 1:
-        return 1
-    if stages:
-        return int(stages)
-    return max(1, model.layers // pp // layers) if layers and model else 1
+def _asserted(taker: Taker, job: TrainingJob) -> None:
+    """What Megatron-LM's validate_args refuses beside what has to divide what."""
+    longest = taker.whole("positions", "max-position-embeddings")
+    if job.seq and longest and longest < job.seq:
+        taker.fault("positions", f"at least the sequence's {job.seq}", longest, f"use {job.seq}",
+                    "max-position-embeddings", "seq-length")  # fmt: skip
+    if taker.values.get("overlap-param-gather") and taker.true("gathers", "overlap-param-gather") and job.zero < 2:
+        absent = [*(["use-distributed-optimizer"] if job.zero != 1 else []),
+                  *([] if job.overlaps_sums else ["overlap-grad-reduce"])]  # fmt: skip
+        if absent:
+            flags = " and ".join(f"--{name}" for name in absent)
+            taker.fault("gathers", f"{flags} beside --overlap-param-gather", "none", f"add {flags}",
+                        "overlap-param-gather")  # fmt: skip
 
 
 def _recompute(taker: Taker) -> tuple[str, int | None]:
-    kind = taker.word("recompute", "recompute-granularity", "activations-checkpoint-granularity", default="none",
-                      choices={"full": "full", "selective": "selective"})  # fmt: skip
+    names = "recompute-granularity", "activations-checkpoint-granularity"
+    kind = taker.word("recompute", *names, default="none", choices={"full": "full", "selective": "selective"})
     method = taker.word("method", "recompute-method", "activations-checkpoint-method", default=None)
+    if kind == "full" and method is None:
+        taker.fault("recomputation", "--recompute-method uniform or block beside full", "none",
+                    "add --recompute-method uniform --recompute-num-layers 1", *names)  # fmt: skip
     count = taker.whole("recompute_layers", "recompute-num-layers", "activations-checkpoint-num-layers")
     modules = taker.given("recompute-modules")
     if taker.true("recompute", "recompute-activations"):
         kind = "selective"
-    if taker.true("recompute", "checkpoint-activations") or (method and kind == "none"):
+    is_old = "activations-checkpoint-method" in taker.values and not taker.given(*names)
+    if taker.true("recompute", "checkpoint-activations") or (method and kind == "none" and is_old):
         kind = "full"
+    elif method and kind == "none":
+        taker.note("does not matter", "nothing is computed again without --recompute-granularity", "recompute-method")
     if kind == "selective":
         cheap = modules is not None and "core_attn" not in str(modules.value)
         why = (
@@ -251,6 +261,8 @@ def _precision(taker: Taker) -> str:
         taker.note("no equivalent", "gradients are summed in float32 here, twice the bytes", "grad-reduce-in-bf16")
     taker.true("summed32", "accumulate-allreduce-grads-in-fp32")
     half, brain = taker.true("precision", "fp16"), taker.true("precision", "bf16")
+    if half and brain:
+        taker.fault("precision", "fp16 or bf16", "both", "leave one out", "fp16", "bf16")
     if half:
         taker.note("approximated", "fp16 is planned as bfloat16, which takes as long and as much", "fp16")
     return "bf16" if half or brain else "fp32"
@@ -351,6 +363,8 @@ def changes(old: TrainingJob, new: TrainingJob, file: JobFile) -> dict[str, Any]
     }  # fmt: skip
     if old.model and old.model.experts:
         found["expert-model-parallel-size"] = new.ep
+    if old.stage_layers is not None and new.stage_layers is None:
+        found |= dict.fromkeys(BY_HAND)
     if new.zero != old.zero:
         found["use-distributed-optimizer"] = True if new.zero == 1 else None
     found |= {**_written_stages(new, old), **_written_recompute(new, old)}

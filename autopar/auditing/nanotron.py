@@ -44,11 +44,13 @@ def read(name: str, text: str) -> JobFile:
     mode = taker.word("sequence_parallel", f"{_P}tp_mode",
                       choices={"ALL_REDUCE": False, "REDUCE_SCATTER": True}, default=False)  # fmt: skip
     full = taker.true("recompute", f"{_P}recompute_layer")
+    pp = taker.whole("pp", f"{_P}pp", default=1)
+    taker.given(f"{_P}pp_engine")
     _notes(taker, tp)
     job = TrainingJob(
         "nanotron", _model(taker, tp), data=taker.whole("data", f"{_P}dp", default=1), zero=zero, tp=tp,
-        sequence_parallel=bool(mode) and tp > 1, pp=taker.whole("pp", f"{_P}pp", default=1), cp=cp, context="ring",
-        schedule=taker.word("schedule", f"{_P}pp_engine", choices={"1f1b": "1f1b", "afab": "gpipe"}, default="1f1b"),
+        sequence_parallel=bool(mode) and tp > 1, pp=pp, cp=cp, context="ring",
+        schedule=_schedule(taker) if pp > 1 else "1f1b",
         ep=taker.whole("ep", f"{_P}expert_parallel_size", default=1),
         micro_batch=taker.whole("micro_batch", f"{_T}micro_batch_size", default=1),
         accumulation=taker.whole("accumulation", f"{_T}batch_accumulation_per_replica", default=1),
@@ -58,6 +60,12 @@ def read(name: str, text: str) -> JobFile:
     return taker.file(job, KNOWN)
 
 
+def _schedule(taker: Taker) -> str:
+    """All forward passes, then all backward ones, where the file does not say (ParallelismArgs)."""
+    choices = {"1f1b": "1f1b", "afab": "gpipe"}
+    return str(taker.word("schedule", f"{_P}pp_engine", choices=choices, default="gpipe"))
+
+
 def _notes(taker: Taker, tp: int) -> None:
     if taker.true("async", f"{_P}tp_linear_async_communication") and tp > 1:
         taker.note("approximated", "gathers and sums of tensor parallelism are taken to be in the open",
@@ -65,7 +73,9 @@ def _notes(taker: Taker, tp: int) -> None:
     if taker.true("regathers", f"{_P}tp_recompute_allgather", default=True) and tp > 1:
         taker.note("approximated", "what sequence parallelism gathers is planned as the cost model likes it: kept, or "
                    "gathered again", f"{_P}tp_recompute_allgather")  # fmt: skip
-    taker.true("sums32", "optimizer.accumulate_grad_in_fp32")
+    if not taker.true("sums32", "optimizer.accumulate_grad_in_fp32", default=True):
+        taker.note("approximated", "gradients and masters are planned in float32, which take more",
+                   "optimizer.accumulate_grad_in_fp32")  # fmt: skip
 
 
 def _precision(taker: Taker) -> str:

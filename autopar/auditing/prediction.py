@@ -128,13 +128,19 @@ def predicted(job: TrainingJob, models: TracedModels) -> JobPrediction:
     graph = models.graph(job)
     plan = template_of_graph(
         graph, job.mesh, dp=job.ranks_of_data, tp=job.tp, pp=job.pp, microbatches=job.microbatches,
-        schedule=job.schedule, chunks=max(2, job.chunks), sequence_parallel=job.sequence_parallel,
+        schedule=job.schedule, chunks=max(2, job.chunks), layers=job.layers_of_stages,
+        sequence_parallel=job.sequence_parallel,
         zero=job.zero if job.ranks_of_data * job.cp > 1 else 0, hsdp=_inner(job), cp=job.cp, context=job.context,
         ep=job.ep, recompute=job.recompute, optimizer=job.optimizer,
         precision="bf16" if job.precision == "bf16" else None, memory_limit=ANY_MEMORY,
-        constraints=() if models.is_given else constraints(job),
+        constraints=() if models.is_given else constraints(job), overlap=overlap_of(job),
     )  # fmt: skip
     return JobPrediction(job, _as_job(plan, graph, job))
+
+
+def overlap_of(job: TrainingJob) -> Overlap:
+    """What the job's software sends beside computation."""
+    return Overlap(Sums.EARLY if job.overlaps_sums else Sums.LATE)
 
 
 def _inner(job: TrainingJob) -> int:
@@ -144,15 +150,14 @@ def _inner(job: TrainingJob) -> int:
 
 
 def _as_job(plan: Plan, graph: Graph, job: TrainingJob) -> Plan:
-    """The plan with what templates do not say: which layers are computed again, and when gradients are summed."""
+    """The plan with what templates do not say: which layers are computed again."""
     whole = graph_of(plan, graph)
     part = divided_graph(whole, plan.microbatches)
     again = _layers_again(plan, part, job)
-    if again is None and job.overlaps_sums:
+    if again is None:
         return plan
-    plan = replace(plan, recompute=plan.recompute if again is None else again)
-    overlap = Overlap(Sums.EARLY if job.overlaps_sums else Sums.LATE)
-    timeline = simulate(part, plan, load_profile(plan.mesh.profile), overlap)
+    plan = replace(plan, recompute=again)
+    timeline = simulate(part, plan, load_profile(plan.mesh.profile), overlap_of(job))
     return with_odds(replace(plan, predicted=predict(timeline)), whole)
 
 

@@ -17,13 +17,14 @@ from autopar.auditing.job import (
     PLANS,
     RECOMPUTATIONS,
     JobFile,
+    LegalityFault,
     NotCarried,
     TrainingJob,
     check_known,
     completed,
     with_batch,
 )
-from autopar.auditing.legality import LegalityFault, faults
+from autopar.auditing.legality import faults
 from autopar.auditing.writing import changed_text, differences
 from autopar.collector import without_collector
 from autopar.errors import AutoparError, PlanError
@@ -104,6 +105,7 @@ class Audit:
         new = self.better.job
         text = changed_text(self.file, self.job, new, self.framework)
         wrong = differences(read_back(self, text, new), new)
+        wrong += [str(fault) for fault in read_text(self.file.name, text, _name(self.framework))[0].faults]
         if wrong:
             raise PlanError(f"expected {self.file.name} to say the better job once written, found {', '.join(wrong)}; "
                             "write it by hand")  # fmt: skip
@@ -239,7 +241,7 @@ def _counted(found: Audit, is_module: bool) -> Audit:
         left = NotCarried("precision", "float32", 0, "approximated", why)
         found = replace(found, job=job, file=replace(found.file, left=(*found.file.left, left)))
     job.mesh  # noqa: B018  (raises where devices are not known)
-    found = replace(found, faults=tuple(faults(found.file, job)))
+    found = replace(found, faults=(*found.file.faults, *faults(found.file, job)))
     if not found.faults and not is_module:
         check_known(job, found.file.name)
     return found

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from autopar.auditing.job import JobFile, NotCarried, TrainingJob
+from autopar.auditing.job import JobFile, LegalityFault, NotCarried, TrainingJob
 from autopar.auditing.shell import UNKNOWN
 from autopar.auditing.values import FileValue
 from autopar.errors import PlanError
@@ -44,6 +44,7 @@ class Taker:
         self.where: dict[str, FileValue] = {}
         self._taken: set[str] = set()
         self._left: list[NotCarried] = []
+        self._faults: list[LegalityFault] = []
 
     def given(self, *keys: str) -> FileValue | None:
         """The first of these keys that is there and not "auto" or null; all of them count as taken."""
@@ -102,11 +103,18 @@ class Taker:
         self._taken |= {key}
         self._left.append(NotCarried(key, str(value), line, kind, why))
 
+    def fault(self, what: str, expected: str, found: object, remedy: str, *keys: str) -> None:
+        """That the framework itself refuses the file. keys: those of them that are there are named."""
+        places = [f"{key} (line {self.values[key].line})" for key in keys if key in self.values]
+        where = f"{self.name}: {', '.join(places) or 'not said there'}"
+        self._faults.append(LegalityFault(what, expected, str(found), where, remedy))
+
     def file(self, job: TrainingJob, known: Sequence[KnownKey]) -> JobFile:
         """All that was read, when the reader is done: every other key with why no plan carries it."""
         rest = [self._reason(item, known) for key, item in self.values.items() if key not in self._taken]
         order: Callable[[NotCarried], int] = lambda item: item.line  # noqa: E731
-        return JobFile(self.name, self.text, job, dict(self.where), tuple(sorted([*self._left, *rest], key=order)))
+        left = tuple(sorted([*self._left, *rest], key=order))
+        return JobFile(self.name, self.text, job, dict(self.where), left, tuple(self._faults))
 
     def _reason(self, item: FileValue, known: Sequence[KnownKey]) -> NotCarried:
         rule = next((rule for rule in known if fnmatchcase(item.key, rule.pattern)), None)

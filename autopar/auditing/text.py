@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from autopar.auditing.job import TrainingJob
@@ -99,6 +100,16 @@ def _short(found: JobPrediction) -> str:
     return f"{time_text(found.step_ns)}, fits with {found.odds:.1%}"
 
 
+def _stages(job: TrainingJob) -> Iterator[str]:
+    yield job.schedule
+    if job.chunks > 1:
+        yield f"{job.chunks} chunks"
+    layers = job.layers_of_stages or ()
+    if len(set(layers)) > 1:
+        runs = ((count, len(list(same))) for count, same in groupby(layers))
+        yield "layers " + " ".join(f"{times}×{count}" if times > 1 else str(count) for count, times in runs)
+
+
 def job_text(job: TrainingJob) -> str:
     """A job in one line."""
     degrees = [f"dp {job.data}"] if job.data else []
@@ -106,9 +117,7 @@ def job_text(job: TrainingJob) -> str:
         among = f" among {job.sharding_ranks}" if job.sharding_ranks < job.ranks_of_data else ""
         degrees[-1:] = [f"{degrees[-1]} with ZeRO-{job.zero}{among}"] if degrees else [f"ZeRO-{job.zero}"]
     degrees += [f"tp {job.tp}" + (" with sequence parallelism" if job.sequence_parallel else "")] if job.tp > 1 else []
-    degrees += (
-        [f"pp {job.pp} ({job.schedule}" + (f", {job.chunks} chunks)" if job.chunks > 1 else ")")] if job.pp > 1 else []
-    )
+    degrees += [f"pp {job.pp} ({', '.join(_stages(job))})"] if job.pp > 1 else []
     degrees += [f"cp {job.cp} ({job.context})"] if job.cp > 1 else []
     degrees += [f"ep {job.ep}"] if job.ep > 1 else []
     again = f"{job.recompute} recomputation" if job.recompute != "none" else "no recomputation"

@@ -15,6 +15,7 @@ SCHEDULES = {"1F1B": "1f1b", "GPipe": "gpipe", "Interleaved1F1B": "interleaved",
              "DualPipeV": "dualpipev"}  # fmt: skip
 _OTHER_SCHEDULES = ("LoopedBFS",)
 _P = "parallelism."
+_EACH = f"{_P}pipeline_parallel_layers_per_stage"
 
 KNOWN = [
     *missing("half of the parameters' and gradients' state would live on the host", "training.enable_cpu_offload"),
@@ -24,9 +25,8 @@ KNOWN = [
     *missing("stages cut at named modules", "parallelism.pipeline_parallel_split_points",
              "parallelism.module_fqns_per_model_part", "parallelism.pipeline_parallel_module_fqns_per_model_part"),
     *missing("a schedule of the user's own", "parallelism.pipeline_parallel_schedule_csv"),
-    *missing("stages of a number of layers", "parallelism.pipeline_parallel_layers_per_stage"),
-    *missing("stages with fewer layers at the ends", "parallelism.pipeline_parallel_first_stage_less_layers",
-             "parallelism.pipeline_parallel_last_stage_less_layers", off=(0,)),
+    *beside("parallelism.pipeline_parallel_layers_per_stage", "parallelism.pipeline_parallel_*_stage_less_layers",
+            why="counts with stages alone"),
     *missing("the optimizer's state in another type: planned in float32", "optimizer.state_dtype",
              off=("float32", None)),
     *missing("tensor parallelism inside of experts", "parallelism.expert_tensor_parallel_degree", off=(1, None)),
@@ -63,10 +63,12 @@ def read(name: str, text: str) -> JobFile:
         taker.given(f"{_P}pipeline_parallel_schedule")
     pieces = taker.whole("pipeline_micro_batch", f"{_P}pipeline_parallel_microbatch_size", default=1)
     recompute, every = _recompute(taker)
+    model = _model(taker)
+    chunks, weights = _stages(taker, pp, schedule, model)
     job = TrainingJob(
-        "torchtitan", _model(taker), replicate=replicate, shard=shard, zero=_zero(taker, pp, shard), tp=tp, pp=pp,
+        "torchtitan", model, replicate=replicate, shard=shard, zero=_zero(taker, pp, shard), tp=tp, pp=pp,
         cp=cp,
-        sequence_parallel=tp > 1, schedule=schedule, chunks=1 if schedule in ("1f1b", "gpipe") else 2,
+        sequence_parallel=tp > 1, schedule=schedule, chunks=chunks, end_weights=weights,
         context="gather" if _rotates_gathered(taker, cp) else "ring",
         ep=taker.whole("ep", f"{_P}expert_parallel_degree", default=1),
         micro_batch=taker.whole("micro_batch", "training.local_batch_size", "training.batch_size", default=8),
@@ -76,6 +78,11 @@ def read(name: str, text: str) -> JobFile:
         precision=_precision(taker), optimizer=_optimizer(taker),
         compiles=taker.true("compiles", "compile.enable", "training.compile"),
     )  # fmt: skip
+    if (replicate or 1) > 1 and shard == 1 and max(tp, pp, cp) > 1:
+        taker.fault("replicas", "fully sharded ranks beside tensor, pipeline or context parallelism (DDP is alone)",
+                    f"data_parallel_replicate_degree {replicate}, data_parallel_shard_degree 1",
+                    "shard among the replicas instead", f"{_P}data_parallel_replicate_degree",
+                    f"{_P}data_parallel_shard_degree")  # fmt: skip
     if taker.true("async_tp", f"{_P}enable_async_tensor_parallel") and tp > 1:
         taker.note("approximated", "gathers and sums of tensor parallelism are taken to be in the open",
                    f"{_P}enable_async_tensor_parallel")  # fmt: skip
@@ -88,6 +95,33 @@ def _schedule(taker: Taker) -> str:
     if item is not None and item.value in _OTHER_SCHEDULES:
         taker.note("approximated", f"simulated as {found}", item.key)
     return str(found)
+
+
+_SINGLE, _OF_TWO = ("1f1b", "gpipe"), ("zero_bubble_v", "dualpipev")
+
+
+def _stages(taker: Taker, pp: int, schedule: str, model: ModelSizes | None) -> tuple[int, tuple[int, int] | None]:
+    """Chunks of a rank, and how many layers fewer the first and the last stage have (pipeline_llm)."""
+    if pp == 1:
+        return 1, None
+    first, last = (
+        taker.whole("ends", f"{_P}pipeline_parallel_{end}_stage_less_layers", least=0, default=1)
+        for end in ("first", "last")
+    )
+    most = 1 if schedule in _SINGLE else 2
+    each = taker.whole("chunks", _EACH)
+    if each is None or model is None:
+        return most, (first, last)
+    stages = -(-(model.layers + first + last) // each)
+    chunks = stages // pp
+    is_right = chunks == most if schedule in (*_SINGLE, *_OF_TWO) else chunks >= most
+    if stages % pp or not is_right:
+        wanted = (
+            f"{most * pp} stages" if schedule in (*_SINGLE, *_OF_TWO) else f"a multiple of {pp} stages, twice at least"
+        )
+        near = -(-(model.layers + first + last) // (most * pp))
+        taker.fault("stages", wanted, f"{stages} of {each} layers", f"{near} layers a stage", _EACH)
+    return max(1, chunks), (first, last)
 
 
 def _zero(taker: Taker, pp: int, shard: int | None) -> int:
@@ -180,6 +214,8 @@ def changes(old: TrainingJob, new: TrainingJob, file: JobFile) -> dict[str, Any]
         names = {ours: theirs for theirs, ours in SCHEDULES.items() if theirs not in _OTHER_SCHEDULES}
         found[f"{_P}pipeline_parallel_schedule"] = names[new.schedule]
         found[f"{_P}pipeline_parallel_microbatch_size"] = new.pipeline_micro_batch
+        if "chunks" in file.where and new.model is not None:
+            found[_EACH] = -(-(new.model.layers + sum(new.end_weights or ())) // (new.pp * new.chunks))
     if (new.recompute, new.recompute_every) != (old.recompute, old.recompute_every):
         found["activation_checkpoint.mode"] = new.recompute
         if new.recompute == "selective":

@@ -157,9 +157,9 @@ def _without(command: ScriptCommand, name: str, text: str) -> Edits:
 
 # Read back ----------------------------------------
 
-SAYS = ("data", "zero", "sharding_ranks", "tp", "sequence_parallel", "pp", "schedule", "chunks", "cp", "ep",
-    "micro_batch",
-        "microbatches", "global_batch", "recompute", "recompute_layers", "recompute_every")  # fmt: skip
+SAYS = ("data", "zero", "sharding_ranks", "tp", "sequence_parallel", "pp", "schedule", "chunks", "layers_of_stages",
+        "cp", "ep", "micro_batch", "microbatches", "global_batch", "recompute", "recompute_layers",
+        "recompute_every")  # fmt: skip
 """What of a job the writing may change."""
 
 

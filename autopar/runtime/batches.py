@@ -47,8 +47,9 @@ class RankOfBatches(Protocol):
 class Batches:
     """An iterable of batches by the inputs' names; None for each on a rank whose stages read none.
 
-    One pass over it is `epochs` of the loader, or without end if that is None. `epoch` and `batch` count what was given
-    out. Passed to `save_checkpoint` and `load_checkpoint` as `extra={"data": batches}`, a run goes on with the next.
+    One pass over it is `epochs` of the loader, or without end if that is None; the next pass is as many again, and one
+    that was left begins its epoch anew. `epoch` and `batch` count what was given out. Passed to `save_checkpoint` and
+    `load_checkpoint` as `extra={"data": batches}`, a run goes on with the next.
     """
 
     def __init__(
@@ -58,19 +59,39 @@ class Batches:
             raise ProgramError(f'expected short="refuse" or "drop", found {short!r}')
         self._rank, self._loader, self._local, self._epochs, self._short = rank, loader, local, epochs, short
         self.epoch = self.batch = 0
+        self._first = 0  # epoch of this pass
         self._start: dict[str, Any] = {}  # random numbers at the begin of this epoch
         self._after: Any = None  # the loader's own state, after the batch that was given out last
         self._resumed: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         self._check_loader()
-        last = None if self._epochs is None else self._epochs
-        while last is None or self.epoch < last:
+        if self._resumed is None and self._is_done:
+            self._first = self.epoch
+        while not self._is_done:
             yield from self._one_epoch()
+            self._check_some()
             self.epoch, self.batch, self._after = self.epoch + 1, 0, None
+        self._resumed = None
+
+    @property
+    def _is_done(self) -> bool:
+        return self._epochs is not None and self.epoch >= self._first + self._epochs
+
+    def _check_some(self) -> None:
+        """Raises ProgramError, on all ranks alike, behind an epoch without batches: the next ones would have none."""
+        if not self.batch:
+            left_out = ", or none but the short one that is left out" if self._short == "drop" else ""
+            raise ProgramError(
+                f"expected batches in epoch {self.epoch} of the loader, found none{left_out}: a generator is read once "
+                "(give a list, or an object whose iter() begins anew), and drop_last=True leaves nothing of fewer "
+                "samples than a batch"
+            )
 
     def _one_epoch(self) -> Iterator[Batch]:
         ahead: deque[tuple[Batch, Any]] = deque()
+        if self._resumed is None:
+            self.batch = 0
         items = self._items()
         while True:
             while len(ahead) < self._depth and (found := self._next(items)) is not None:
@@ -89,9 +110,9 @@ class Batches:
 
     def _items(self) -> Iterator[Any]:
         """The loader's items from the next on; nothing is read where no stage of this rank needs it."""
+        resumed, self._resumed = self._resumed, None
         if not self._rank.reads_inputs:
             return itertools.repeat(None)
-        resumed, self._resumed = self._resumed, None
         set_epoch = getattr(getattr(self._loader, "sampler", None), "set_epoch", None)
         if callable(set_epoch):
             set_epoch(self.epoch)
@@ -119,10 +140,17 @@ class Batches:
         """The next batch with the loader's state after it; None at the end, on all ranks at once."""
         item = next(items, _END)
         batch = None if item is _END else self._named(item)
-        is_end = batch is None or self._is_short(batch)
+        is_short = batch is not None and self._is_short(batch)
+        is_followed = is_short and next(items, _END) is not _END
+        ends = [(batch is None or is_short, is_followed)]
         if self._rank.num_stages > 1 or self._local:
-            is_end = any(agreement.gathered(is_end, self._rank.num_ranks) or [is_end])
-        if batch is None or is_end:
+            ends = agreement.gathered(ends[0], self._rank.num_ranks) or ends
+        if any(followed for _, followed in ends):
+            raise ProgramError(
+                f"expected a short batch at the end of the loader alone, found others behind one in epoch {self.epoch};"
+                " plan with shapes=[…] of so many rows as well, or leave it out of the loader"
+            )
+        if batch is None or any(end for end, _ in ends):
             return None
         has_state = self._rank.reads_inputs and hasattr(self._loader, "state_dict")
         after = self._loader.state_dict() if has_state else None  # type: ignore[attr-defined] # seen to have one
@@ -147,7 +175,8 @@ class Batches:
         """Whether a batch of fewer rows than any that was planned is left out. Others are refused by the step."""
         if self._short == "refuse" or self._local:
             return False
-        return not any(_fits(program, batch) for program in self._rank.programs)
+        programs = self._rank.programs
+        return not any(_fits(one, batch) for one in programs) and any(_fits(one, batch, fewer=True) for one in programs)
 
     def _moved(self, value: Any) -> Any:
         is_far = isinstance(value, Tensor) and self._rank.device.type != "cpu" and not self._local
@@ -182,15 +211,17 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the batches stand: plain data and tensors, equal on all ranks, which call this together."""
-        own = {"loader": self._after, "start": self._start or None, "now": self._random()}
+        own = {"loader": self._after, "start": self._start or None, "now": self._random(), "first": self._first}
         every = agreement.gathered(own, self._rank.num_ranks) or [own]
         return {"epoch": self.epoch, "batch": self.batch, "ranks": _as_text(every)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on after the batch that was given out last. On another number of ranks, a loader for all of them begins
+        """Goes on after the batch that was given out last; the pass that this was in ends where it would have, the next
+        is a whole one. On another number of ranks, a loader for all of them begins
         where the first rank's was."""
         self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
         every = _of_text(state["ranks"])
+        self._first = int(every[0].get("first", 0))
         same = len(every) == self._rank.num_ranks
         if self._local and not same and self.batch:
             raise ProgramError(
@@ -229,10 +260,13 @@ def _of_text(text: str) -> list[dict[str, Any]]:
 _END: Any = object()
 
 
-def _fits(program: type[Program] | type[Pipeline], batch: Batch) -> bool:
-    taken = {spec.name: spec.shape for spec in program.INPUTS}
-    tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor) and name in taken}
-    return all(tuple(x.shape) == tuple(taken[name]) for name, x in tensors.items())
+def _fits(program: type[Program] | type[Pipeline], batch: Batch, fewer: bool = False) -> bool:
+    """Whether a batch is one of the program's; or, but for having fewer rows."""
+    taken = {spec.name: tuple(spec.shape) for spec in program.INPUTS}
+    pairs = [(tuple(x.shape), taken[name]) for name, x in batch.items() if isinstance(x, Tensor) and name in taken]
+    if not fewer:
+        return all(own == planned for own, planned in pairs)
+    return all(len(own) == len(planned) and own[1:] == planned[1:] and own[:1] <= planned[:1] for own, planned in pairs)
 
 
 def _length(loader: Iterable[Any]) -> int | None:

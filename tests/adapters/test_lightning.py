@@ -12,6 +12,8 @@ from torch import nn
 
 pytest.importorskip("lightning", reason="the strategy is Lightning's")
 
+from lightning.pytorch.callbacks import WeightAveraging
+
 from autopar.adapters.steps import TrainingStep, tried
 from autopar.runtime import ProgramError
 from tests.adapters.lit import Classifier, Kept, apart, apart_job, data, job, loader, run, trainer_of
@@ -182,6 +184,17 @@ class Looked(Classifier):
         self.log("seen", float(self(batch[0]).sum().numpy()))
 
 
+class Early(Classifier):
+    """Makes its optimizer of the parameters that it had at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> Any:
+        return self.made
+
+
 class Manual(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -194,6 +207,8 @@ class Manual(Classifier):
         (Part, {"gradient_clip_val": 1.0}, "found none of layers"), (Metered, {}, "found seen of dict"),
         (Looked, {}, "computes with tensors alone"), (Manual, {}, "automatic_optimization=False"),
         (Classifier, {"precision": "bf16-mixed"}, "the plan says in which precision"),
+        (Early, {}, "expected an optimizer of the rank's parameters, found 10 that are none of them"),
+        (Classifier, {"callbacks": [WeightAveraging()]}, "found WeightAveraging: a rank has parts"),
     ],
 )  # fmt: skip
 def test_what_has_no_meaning_under_a_plan_is_refused(

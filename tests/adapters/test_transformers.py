@@ -230,6 +230,35 @@ def test_what_a_plan_leaves_without_a_meaning_is_refused(tmp_path: Path) -> None
     reset()
 
 
+class OwnOptimizer(Trainer):
+    """Steps what it says."""
+
+    of = "model"
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.SGD(getattr(self, self.of).parameters(), lr=0.1)
+        return self.optimizer
+
+
+@pytest.mark.parametrize("of", ["model", "model_wrapped"])
+def test_an_optimizer_of_the_scripts_own_steps_what_is_trained(tmp_path: Path, of: str) -> None:
+    """Once, one of the model as it was given stepped nothing, and nothing said so."""
+    changed = {"max_steps": 1, "save_strategy": "no", "eval_strategy": "no"}
+    trainer = OwnOptimizer(
+        model=model(), args=arguments(tmp_path, **changed), plan={}, options={"check": False},
+        train_dataset=Rows(24, 0), eval_dataset=Rows(8, 1),
+    )  # fmt: skip
+    trainer.of = of
+    before = {name: x.clone() for name, x in trainer.planned.rank.full_state_dict().items()}
+    if of == "model_wrapped":
+        trainer.train()
+        assert all(not torch.equal(x, before[name]) for name, x in trainer.planned.rank.full_state_dict().items())
+    else:
+        with pytest.raises(ProgramError, match=r"rank's parameters, found \d+ that are none of them.*model_wrapped"):
+            trainer.train()
+    reset()
+
+
 def test_other_outputs_than_the_loss_are_refused_in_words() -> None:
     outputs = LossAlone(loss=torch.zeros(()))
     for ask in (lambda: outputs["logits"], lambda: outputs.logits):

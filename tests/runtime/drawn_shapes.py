@@ -21,7 +21,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=int, default=20)
-    parser.add_argument("--plans", nargs="*", default=["dp", "zero3", "tp_sequence"], choices=list(PLANS))
+    parser.add_argument("--plans", nargs="*", default=list(PLANS), choices=list(PLANS))
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

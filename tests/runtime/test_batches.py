@@ -141,6 +141,67 @@ def test_batches_are_named_and_epochs_told_to_samplers() -> None:
         next(iter(rank.batches([(torch.ones(4, 2), 3)])))
 
 
+def numbers(found: Batches) -> list[float]:
+    return [batch["x"][0, 0].item() for batch in found]
+
+
+def rows(*counts: int) -> list[Tensor]:
+    return [torch.full((count, 2), float(number)) for number, count in enumerate(counts)]
+
+
+def test_a_pass_is_as_many_epochs_again_and_one_that_was_left_begins_its_epoch_anew() -> None:
+    """As loaders do. Once, the second pass had nothing and said nothing, and a pass that was left counted on."""
+    batches = built().batches(rows(4, 4, 4))
+    assert [numbers(batches) for _ in range(2)] == [[0, 1, 2]] * 2 and batches.epoch == 2
+    assert [batch["x"][0, 0].item() for _, batch in zip(range(2), batches, strict=False)] == [0, 1]
+    assert (batches.epoch, batches.batch) == (2, 2)
+    assert numbers(batches) == [0, 1, 2] and (batches.epoch, batches.batch) == (3, 0)
+
+
+@pytest.mark.parametrize("at", range(1, 7))
+def test_a_pass_that_is_resumed_ends_where_it_would_have(at: int) -> None:
+    rank, seen, left = built(), [], list[float]()
+    batches = rank.batches(rows(4, 4, 4))
+    state = dict[str, Any]()
+    for _ in range(2):
+        for batch in batches:
+            seen.append(batch["x"][0, 0].item())
+            state = batches.state_dict() if len(seen) == at else state
+    rest = rank.batches(rows(4, 4, 4))
+    rest.load_state_dict(state)
+    left = numbers(rest)
+    assert left == seen[at : 3 * (-(-at // 3))]
+    assert numbers(rest) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("epochs", [1, 3, None])
+@pytest.mark.parametrize("short", ["refuse", "drop"])
+def test_an_epoch_without_batches_is_said(epochs: int | None, short: str) -> None:
+    """A generator is read once: further epochs would be none, and a run without end would never take a step."""
+    rank = built()
+    with pytest.raises(rt.ProgramError, match="expected batches in epoch 0 of the loader, found none"):
+        list(rank.batches(DataLoader(Rows(3), batch_size=4, drop_last=True), epochs=epochs, short=short))
+    if epochs != 1:
+        with pytest.raises(rt.ProgramError, match=r"epoch 1 of the loader, found none.*generator is read once"):
+            list(rank.batches((x for x in rows(4, 4)), epochs=epochs, short=short))
+    else:
+        assert numbers(rank.batches((x for x in rows(4, 4)), short=short)) == [0, 1]
+
+
+def test_what_is_left_out_is_short_and_last() -> None:
+    """Once, any batch that was not planned ended the epoch, and what came behind it was not seen."""
+    rank = built()
+    assert numbers(rank.batches(rows(4, 4, 2), short="drop", epochs=2)) == [0, 1, 0, 1]
+    assert numbers(built(Both).batches(rows(4, 3, 2), short="drop")) == [0, 1]
+    with pytest.raises(rt.ProgramError, match="a short batch at the end of the loader alone, found others behind one"):
+        list(rank.batches(rows(4, 2, 4), short="drop"))
+    longer = [torch.ones(4, 2), torch.ones(4, 3), torch.ones(4, 2)]
+    found = list(rank.batches(longer, short="drop"))
+    assert len(found) == 3
+    with pytest.raises(rt.ProgramError, match=r"found \(4, 3\)"):
+        rank.train_step(**found[1])
+
+
 class Ended(rt.Program):
     """On two ranks that have loaders of their own."""
 

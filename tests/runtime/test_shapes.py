@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 PLANS: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2}, "zero3": {"dp": 2, "zero": 3}, "tp_sequence": {"tp": 2, "sequence_parallel": True},
-    "stages": {"pp": 2, "microbatches": 2},
+    "stages": {"pp": 2, "microbatches": 2}, "contexts": {"cp": 2}, "ring": {"cp": 2, "context": "ring"},
 }  # fmt: skip
 
 

@@ -316,13 +316,30 @@ def test_a_write_that_ends_midway_leaves_no_weights(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(saving, "_write_all", fails)
     with pytest.raises(rt.ProgramError, match="no space left"):
         rank.save_safetensors(tmp_path, max_shard_bytes=200)
-    assert [path for path in tmp_path.iterdir() if path.suffix != ".part"] == []
+    assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(saving, "_write_all", write)
     rank.save_safetensors(tmp_path, dtype=torch.float16)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     assert load_file(tmp_path / "model.safetensors")["inner.q"].dtype == torch.float16
     with pytest.raises(rt.ProgramError, match="expected a folder without weights"):
         rank.save_safetensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"dtype": torch.int32}, r"floating-point type .* found torch.int32"),
+        ({"dtype": "bfloat16"}, "found 'bfloat16'"),
+        ({"max_shard_bytes": 0}, "max_shard_bytes from 1 up, found 0"),
+        ({"rename": {"inner.k": "inner.v"}}, r"one place .* found inner.k, inner.v in inner.v .*; rename="),
+        ({"rename": lambda name: None}, r"expected rename= to give what the files call .*, found None"),
+    ],
+)
+def test_what_would_lose_weights_is_not_written(tmp_path: Path, asked: dict[str, Any], told: str) -> None:
+    """Numbers would be cut to whole ones, or one tensor written over another."""
+    with pytest.raises(rt.ProgramError, match=told):
+        built().save_safetensors(tmp_path / "out", **asked)
+    assert not (tmp_path / "out").exists()
 
 
 # The model's own first values ----------------------------------------

@@ -44,11 +44,18 @@ class Layout:
 
 
 def as_function(rename: Rename) -> Callable[[str], str] | None:
-    """A function from the model's names to the files'."""
-    if rename is None or callable(rename):
-        return rename
-    names = dict(rename)
-    return lambda name: names.get(name, name)
+    """A function from the model's names to the files'. It raises ProgramError where `rename` gives no name."""
+    if rename is None:
+        return None
+    names = rename if callable(rename) else dict(rename)
+
+    def renamed(name: str) -> str:
+        found = names(name) if callable(names) else names.get(name, name)
+        if not isinstance(found, str):
+            raise ProgramError(f"expected rename= to give what the files call {name}, as text, found {found!r}")
+        return found
+
+    return renamed
 
 
 @dataclass(slots=True)

@@ -80,15 +80,20 @@ def save(
     """Writes all parameters and persistent buffers; floating-point ones as `dtype`, where it is given.
 
     parts: where each tensor lies in the files. Raises ProgramError on all
-    ranks where the folder has weights already, or cannot be written.
+    ranks where the folder has weights already, or cannot be written; what was begun is taken away.
     """
     folder = Path(folder)
     shards = plan_shards(state, parts, dtype, max_shard_bytes)
     is_first = rank_number == 0
     agreement.together(lambda: _begin(folder, shards) if is_first else None, num_ranks)
-    written = agreement.together(lambda: _write_own(state, folder, shards, parts), num_ranks)
-    _check_whole(sum(agreement.gathered(written, num_ranks) or [written]), shards)
-    agreement.together(lambda: _publish(folder, shards) if is_first else None, num_ranks)
+    try:
+        written = agreement.together(lambda: _write_own(state, folder, shards, parts), num_ranks)
+        _check_whole(sum(agreement.gathered(written, num_ranks) or [written]), shards)
+        agreement.together(lambda: _publish(folder, shards) if is_first else None, num_ranks)
+    except ProgramError:
+        if is_first:
+            _take_away(folder)
+        raise
     return folder
 
 
@@ -96,6 +101,8 @@ def plan_shards(
     state: ProgramState, parts: Mapping[str, list[FilePart]], dtype: torch.dtype | None, max_shard_bytes: int
 ) -> list[WeightFile]:
     """Files of at most so many bytes, or of one tensor that is larger; the tensors in the model's order."""
+    _check_asked(dtype, max_shard_bytes)
+    _check_each_once(parts)
     keys: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name in wanted_shapes(state):
         own = state.dtypes[name]
@@ -117,6 +124,34 @@ def plan_shards(
     return [_placed(shard, number, len(shards)) for number, shard in enumerate(shards, 1)]
 
 
+def _check_asked(dtype: object, max_shard_bytes: int) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ProgramError(
+            f"expected dtype as a floating-point type of torch's, such as torch.bfloat16, found {dtype!r}; weights "
+            "would not be the same in another"
+        )
+    if max_shard_bytes < 1:
+        raise ProgramError(f"expected max_shard_bytes from 1 up, found {max_shard_bytes}")
+
+
+def _check_each_once(parts: Mapping[str, list[FilePart]]) -> None:
+    """Raises ProgramError where a tensor of the files would come from more, or less, than its elements."""
+    found: dict[str, int] = {}
+    sources: dict[str, list[str]] = {}
+    shapes = {}
+    for name, own in parts.items():
+        for part in own:
+            found[part.key] = found.get(part.key, 0) + math.prod(s.stop - s.start for s in part.target)
+            sources.setdefault(part.key, []).append(name)
+            shapes[part.key] = part.shape
+    for key, count in found.items():
+        if count != math.prod(shapes[key]):
+            raise ProgramError(
+                f"expected one place in the files for each tensor, found {', '.join(sources[key][:5])} in {key} "
+                f"{shapes[key]}; rename= has to tell them apart"
+            )
+
+
 def _placed(shard: WeightFile, number: int, count: int) -> WeightFile:
     """With a name, and places for the tensors: the widest dtypes first, so that each is aligned."""
     placed = WeightFile("model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors")
@@ -135,8 +170,7 @@ def _begin(folder: Path, shards: list[WeightFile]) -> None:
             raise ProgramError(
                 f"expected a folder without weights, found {there[0]} in {folder}; give another folder, or remove them"
             )
-        for leftover in folder.glob(f"model*.safetensors{PART_END}"):  # of a save that was interrupted
-            leftover.unlink()
+        _take_away(folder)  # of a save that was interrupted
         for shard in shards:
             with open(folder / (shard.name + PART_END), "wb") as file:
                 head = shard.header()
@@ -144,6 +178,11 @@ def _begin(folder: Path, shards: list[WeightFile]) -> None:
                 file.truncate(len(head) + shard.num_bytes)
     except OSError as error:
         raise ProgramError(f"expected to write weights to {folder}, found {error}") from None
+
+
+def _take_away(folder: Path) -> None:
+    for leftover in folder.glob(f"model*.safetensors{PART_END}"):
+        leftover.unlink()
 
 
 @torch.no_grad()
