@@ -17,7 +17,7 @@ from autopar.ops.call import base_name
 from autopar.ops.eight_bits import Packed, kept_in_eight_bits, packed_by
 from autopar.ops.in_bits import kept_in_bits
 from autopar.ops.layout import PRODUCTS, copied
-from autopar.ops.saved import Saved
+from autopar.ops.saved import Saved, each_once
 from autopar.ops.table import operator
 from autopar.ops.workspace import RuntimeMemory, Sizes, Workspace
 
@@ -177,7 +177,7 @@ def saved_values(node: Node, graph: Graph, device_type: str = "cuda") -> tuple[S
         return ()
     row = operator(node.op)
     rule = row.saved_on_cpu if device_type == "cpu" and row.saved_on_cpu is not None else row.saved
-    return tuple(dict.fromkeys(rule(node, graph)))
+    return each_once(rule(node, graph))
 
 
 def kept_values(

@@ -99,5 +99,7 @@ _ROWS = Operator(work=work.ROWS, saved=saved.indices, needs_elements=True)
 
 EMBEDDINGS: dict[str, Operator] = {
     "aten.embedding.default": _ROWS.by(embedding, local=_embedding_local, lowered=workspace.split_lookup),
-    "aten._embedding_bag.default": _ROWS.by(embedding_bag, local=_bags_local, limits=(_bags_error,), asks_makers=True),
+    "aten._embedding_bag.default": _ROWS.by(
+        embedding_bag, local=_bags_local, limits=(_bags_error,), asks_makers=True, saved=saved.bags
+    ),
 }

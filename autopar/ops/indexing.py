@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autopar.ops import kinds, work
+from autopar.ops import kinds, saved, work
 from autopar.ops.call import Call
 from autopar.ops.notation import AxisRule
 from autopar.ops.operator import Operator
@@ -198,7 +198,7 @@ INDEXING: dict[str, Operator] = {
     "aten.index_put.default": kinds.SCATTER.by(index_put),
     "aten._unsafe_index_put.default": Operator(index_put),
     "aten.index_select.default": kinds.LOOKUP.by(index_select),
-    "aten.gather.default": kinds.LOOKUP.by(gather),
+    "aten.gather.default": kinds.LOOKUP.by(gather, saved=saved.operands),
     "aten.take.default": Operator(take),
     "aten.scatter.src": kinds.SCATTER.by(scatter(_never)),
     "aten.scatter.value": kinds.SCATTER.by(scatter(_never)),
@@ -206,8 +206,8 @@ INDEXING: dict[str, Operator] = {
     "aten.scatter.value_reduce": kinds.SCATTER.by(scatter(_never)),
     "aten.scatter_add.default": kinds.SCATTER.by(scatter(lambda call: True)),
     "aten.scatter_reduce.two": Operator(scatter(_adds_to_own), work=work.SCATTER),
-    "aten.index_add.default": kinds.SCATTER.by(along_index(adds=True)),
-    "aten.index_copy.default": kinds.SCATTER.by(along_index(adds=False)),
+    "aten.index_add.default": kinds.SCATTER.by(along_index(adds=True), saved=saved.added_by_index),
+    "aten.index_copy.default": kinds.SCATTER.by(along_index(adds=False), saved=saved.added_by_index),
     "aten.index_fill.int_Scalar": Operator(along_index(adds=False)),
     "aten.index_fill.int_Tensor": Operator(along_index(adds=False)),
     "aten.index_reduce.default": Operator(along_index(adds=False)),

@@ -28,6 +28,7 @@ LIKE = Operator(work=work.CREATION, saved=saved.nothing)
 LINEAR = Operator(work=work.LINEAR, saved=saved.matrices)
 PRODUCT = LINEAR.by(work=work.MATMUL)
 PLUS_PRODUCT = Operator(work=work.ADDMM, saved=saved.added_matrices)
+RECURRENT = Operator(saved=saved.recurrent)
 EINSUM = Operator(work=work.EINSUM, saved=saved.einsum_factors)
 
 # along dims

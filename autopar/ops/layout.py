@@ -9,7 +9,7 @@ everywhere else. A product of a stack of rows and a matrix reshapes the rows to 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from autopar.ir.graph import Graph, Node, found_once
@@ -33,13 +33,13 @@ PRODUCTS = frozenset(["linear", "matmul"])
 
 class Copied(NamedTuple):
     """The names of the nodes that copy operands: those that reshape into new memory; products whose first operand's
-    rows do not lie as those of a matrix do; and of each einsum, the operands whose dims do not. permuted: tensors whose
-    dims lie in memory in another order than theirs."""
+    rows do not lie as those of a matrix do; and of each einsum, the operands whose dims do not. permuted: the strides
+    of tensors whose dims lie in memory in another order than theirs, or with gaps."""
 
     reshapes: frozenset[str]
     rows: frozenset[str]
     factors: Mapping[str, tuple[int, ...]]
-    permuted: frozenset[str]
+    permuted: Mapping[str, Strides]
 
 
 @found_once
@@ -48,19 +48,42 @@ def copied(graph: Graph) -> Copied:
     strides = {name: contiguous_strides(tensor.shape) for name, tensor in graph.tensors.items()}
     reshapes, rows, factors = set(), set(), dict[str, tuple[int, ...]]()
     for node in graph.nodes:
-        if base_name(node.op) in PRODUCTS and not _has_rows(node, graph, strides):
+        shapes, lies = _of_operands(node, graph, strides)
+        if base_name(node.op) in PRODUCTS and copied_operands(node, shapes, lies):
             rows.add(node.name)
         if base_name(node.op) == "einsum":
-            factors[node.name], made = _einsum(node, graph, strides)
-            strides[node.results[0]] = made
+            factors[node.name] = copied_operands(node, shapes, lies)
+            made = contiguous_strides(graph.tensors[node.results[0]].shape)
+            strides[node.results[0]] = _einsum(node, shapes, lies)[1] or made
             continue
         found = view_strides(node, graph, strides) if node.operands else None
         if found is not None:
             strides.update((name, found) for name in node.results)
         elif node.operands and base_name(node.op) in RESHAPES:
             reshapes.add(node.name)
-    permuted = {name for name, own in strides.items() if not _in_order(graph.tensors[name].shape, own)}
-    return Copied(frozenset(reshapes), frozenset(rows), factors, frozenset(permuted))
+    permuted = {name: own for name, own in strides.items() if not _in_order(graph.tensors[name].shape, own)}
+    return Copied(frozenset(reshapes), frozenset(rows), factors, permuted)
+
+
+def _of_operands(node: Node, graph: Graph, strides: Mapping[str, Strides]) -> tuple[list[Shape], list[Strides]]:
+    return [graph.tensors[name].shape for name in node.operands], [strides[name] for name in node.operands]
+
+
+def copied_operands(
+    node: Node, shapes: Sequence[Shape], strides: Sequence[Strides], made: Shape = ()
+) -> tuple[int, ...]:
+    """The positions of the operands, of these shapes and strides, that a reshape, a product or an einsum copies.
+
+    made: the shape that a reshape makes.
+    """
+    name = base_name(node.op)
+    if name == "einsum":
+        return _einsum(node, shapes, strides)[0]
+    if name in PRODUCTS:
+        return () if _has_rows(shapes, strides[0]) else (0,)
+    if name in RESHAPES:
+        return () if reshaped_strides(shapes[0], strides[0], made) is not None else (0,)
+    return ()
 
 
 def _in_order(shape: Shape, strides: Strides) -> bool:
@@ -69,41 +92,55 @@ def _in_order(shape: Shape, strides: Strides) -> bool:
     return all(size == 1 or own == other for size, own, other in zip(shape, strides, usual, strict=True))
 
 
-def _has_rows(node: Node, graph: Graph, strides: dict[str, Strides]) -> bool:
-    left, right = (graph.tensors[name].shape for name in node.operands[:2])
+def _has_rows(shapes: Sequence[Shape], strides: Strides) -> bool:
+    left, right = shapes[:2]
     if len(left) < 3 or len(right) != 2:
         return True
-    return reshaped_strides(left, strides[node.operands[0]], (math.prod(left[:-1]), left[-1])) is not None
+    return reshaped_strides(left, strides, (math.prod(left[:-1]), left[-1])) is not None
 
 
-def _einsum(node: Node, graph: Graph, strides: dict[str, Strides]) -> tuple[tuple[int, ...], Strides]:
-    """The operands that are copied, and the strides of the result.
+def _einsum(node: Node, shapes: Sequence[Shape], strides: Sequence[Strides]) -> tuple[tuple[int, ...], Strides]:
+    """The operands that are copied, and the strides of the result (none: contiguous ones).
 
     Torch makes two matrices of the operands, dims in the order (those of both that stay, those of its own, those that
-    are summed), and permutes the product (aten/src/ATen/native/Linear.cpp, sumproduct_pair). Other equations than of
-    two operands with different letters each are taken to copy nothing.
+    are summed), and permutes the product (aten/src/ATen/native/Linear.cpp, sumproduct_pair). Dims of one element are
+    in no group; where none is left to be summed, it multiplies element by element. Other equations than of two
+    operands with different letters each are taken to copy nothing.
     """
     terms, _, out = str(node.args[0]).replace(" ", "").partition("->")
-    letters, shapes = terms.split(","), [graph.tensors[name].shape for name in node.operands]
-    made = contiguous_strides(graph.tensors[node.results[0]].shape)
-    alone = set("".join(letters)) - set(out) if len(letters) != 2 else set(letters[0]) ^ set(letters[1])
-    if len(letters) != 2 or not alone <= set(out) or any(len(set(text)) < len(text) for text in (*letters, out)):
-        return (), made
-    sizes = sizes_of(letters, shapes)
-    both = set(letters[0]) & set(letters[1])
+    letters, sizes = terms.split(","), dict[str, int]()
+    if len(letters) == len(shapes) == 2 and all(map(str.isalpha, letters)):
+        sizes = sizes_of(letters, shapes)
+    alone = set(letters[0]) ^ set(letters[-1])
+    if not sizes or not alone <= set(out) or any(len(set(text)) < len(text) for text in (*letters, out)):
+        return (), ()
+    both = {letter for letter in letters[0] if letter in letters[1] and sizes[letter] > 1}
     stay, summed = [letter for letter in out if letter in both], sorted(both - set(out))
+    if not summed:
+        lies = dict(zip(letters[0], strides[0], strict=True))
+        in_order = tuple(lies[letter] for letter in out) if set(out) <= lies.keys() else ()
+        return (), dense_strides(tuple(sizes[letter] for letter in out), in_order) if in_order else ()
     left, right = ([letter for letter in out if letter in text and letter not in both] for text in letters)
     copied = []
     for position, groups in enumerate(((stay, left, summed), (stay, summed, right))):
-        own = strides[node.operands[position]]
         order = [letters[position].index(letter) for group in groups for letter in group]
         lengths = tuple(math.prod(sizes[letter] for letter in group) for group in groups)
-        shape, steps = tuple(shapes[position][dim] for dim in order), tuple(own[dim] for dim in order)
-        if reshaped_strides(shape, steps, lengths) is None:
+        shape = tuple(shapes[position][dim] for dim in order)
+        if reshaped_strides(shape, tuple(strides[position][dim] for dim in order), lengths) is None:
             copied.append(position)
-    order_made = [*stay, *left, *right]
+    order_made = [*stay, *left, *(letter for letter in right if letter not in left)]
     steps_made = dict(zip(order_made, contiguous_strides(tuple(sizes[letter] for letter in order_made)), strict=True))
     return tuple(copied), tuple(steps_made[letter] for letter in out)
+
+
+def strides_of_part(shape: Shape, strides: Strides, part: Shape) -> Strides:
+    """Strides of a part of a tensor that lies as the whole does: dims in its order, as far apart for their lengths."""
+    found, whole_step, step = [0] * len(shape), 1, 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim)):
+        if strides[dim]:
+            found[dim] = step = max(1, strides[dim] * step // whole_step)
+            whole_step, step = strides[dim] * shape[dim], step * part[dim]
+    return tuple(found)
 
 
 def view_strides(node: Node, graph: Graph, strides: Mapping[str, Strides]) -> Strides | None:

@@ -132,7 +132,7 @@ LONG_TAIL: dict[str, Operator] = {
     "aten.nansum.default": Operator(nansum),
     "aten.linalg_vector_norm.default": kinds.EXTREME.by(vector_norm),
     "aten.var_mean.correction": kinds.VARIANCE.by(reduction),
-    "aten.std.correction": kinds.VARIANCE.by(reduction),
+    "aten.std.correction": kinds.EXTREME.by(reduction),
     "aten.std_mean.correction": kinds.REDUCTION.by(reduction),
     "aten.prod.dim_int": kinds.EXTREME.by(reduction),
     "aten.any.dims": kinds.REDUCTION.by(reduction),

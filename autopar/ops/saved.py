@@ -7,13 +7,14 @@ Each rule gives operands and results by name, and extras that are no tensors of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.placement import Shape
-from autopar.ops.call import argument
+from autopar.ops.call import argument, base_name
 from autopar.ops.layout import copied
+from autopar.ops.work import sizes_of
 
 FLOAT32_BYTES = 4
 
@@ -45,7 +46,16 @@ Saved = str | Extra
 SaveRule = Callable[[Node, Graph], list[Saved]]
 
 
-def _copy(tensor: Tensor, itemsize: int | None = None) -> Extra:
+def each_once(kept: Iterable[Saved]) -> tuple[Saved, ...]:
+    """Tensors of the graph once each; copies may be as large as others."""
+    found = list[Saved]()
+    for one in kept:
+        if not isinstance(one, str) or one not in found:
+            found.append(one)
+    return tuple(found)
+
+
+def whole_copy(tensor: Tensor, itemsize: int | None = None) -> Extra:
     """As large as a tensor, perhaps in elements of another size."""
     return Extra(tensor.name, tuple(range(len(tensor.shape))), itemsize or tensor.itemsize)
 
@@ -66,6 +76,19 @@ def operand(node: Node, graph: Graph) -> list[Saved]:
     return [node.operands[0]]
 
 
+def operands(node: Node, graph: Graph) -> list[Saved]:
+    return list(node.operands)
+
+
+def operand_and_copy(node: Node, graph: Graph) -> list[Saved]:
+    return [node.operands[0], whole_copy(graph.tensors[node.operands[0]])]
+
+
+def padded(node: Node, graph: Graph) -> list[Saved]:
+    """The input, unless it is padded with a number or in a circle."""
+    return operand(node, graph) if argument(node, 2, "mode", "constant") in ("reflect", "replicate") else []
+
+
 def result(node: Node, graph: Graph) -> list[Saved]:
     return list(node.results[:1])
 
@@ -78,13 +101,29 @@ def factors(node: Node, graph: Graph) -> list[Saved]:
 
 
 def einsum_factors(node: Node, graph: Graph) -> list[Saved]:
-    """Of einsum: the same, as its copy where it is copied."""
+    """Of einsum: the same, as its copy where it is copied, and products of the first operands that it multiplies on."""
     kept = factors(node, graph)
     for position in copied(graph).factors.get(node.name, ()):
         name = node.operands[position]
         if name in kept:
-            kept[kept.index(name)] = _copy(graph.tensors[name])
-    return kept
+            kept[kept.index(name)] = whole_copy(graph.tensors[name])
+    return [*kept, *_products_on_the_way(node, graph)]
+
+
+def _products_on_the_way(node: Node, graph: Graph) -> list[Extra]:
+    terms, _, out = str(node.args[0]).replace(" ", "").partition("->")
+    letters, found = terms.split(","), list[Extra]()
+    if "." in terms or len(letters) != len(node.operands):
+        return []
+    sizes = sizes_of(letters, [graph.tensors[name].shape for name in node.operands])
+    for count in range(2, len(letters)):
+        left = set("".join(letters[:count])) & set("".join([*letters[count:], out]))
+        place = max(range(count), key=lambda position: len(left & set(letters[position])))
+        own, like = letters[place], graph.tensors[node.operands[place]]
+        others = math.prod(sizes[letter] for letter in left - set(own))
+        dims = tuple(own.index(letter) for letter in sorted(left & set(own)))
+        found.append(Extra(like.name, dims, others * like.itemsize))
+    return found
 
 
 def matrices(node: Node, graph: Graph) -> list[Saved]:
@@ -93,9 +132,26 @@ def matrices(node: Node, graph: Graph) -> list[Saved]:
     An input that is copied for the product is kept as that copy.
     """
     left, right = node.operands[:2]
-    kept_left: Saved = _copy(graph.tensors[left]) if node.name in copied(graph).rows else left
+    kept_left: Saved = whole_copy(graph.tensors[left]) if node.name in copied(graph).rows else left
     pairs = ((kept_left, right), (right, left))
     return [kept for kept, wanted in pairs if _differentiable(wanted, graph)]
+
+
+def broadcast_matrices(node: Node, graph: Graph) -> list[Saved]:
+    """Of products of stacks of matrices: the same; a stack that is broadcast along one of several dims is copied."""
+    kept = matrices(node, graph)
+    shapes = [graph.tensors[name].shape for name in node.operands[:2]]
+    made = graph.tensors[node.results[0]]
+    batch = made.shape[:-2]
+    if min(map(len, shapes)) < 3 or len(batch) < 2:
+        return kept
+    for name, shape in zip(node.operands, shapes, strict=False):
+        own = (1,) * (len(batch) - len(shape) + 2) + shape[:-2]
+        if name in kept and own != batch and math.prod(batch) > max(batch):
+            kept[kept.index(name)] = Extra(
+                made.name, tuple(range(len(batch))), math.prod(shape[-2:]) * graph.tensors[name].itemsize
+            )
+    return kept
 
 
 def added_matrices(node: Node, graph: Graph) -> list[Saved]:
@@ -130,8 +186,15 @@ def indices(node: Node, graph: Graph) -> list[Saved]:
     return [name for name in node.operands if not graph.tensors[name].dtype.startswith(floating)]
 
 
+def added_by_index(node: Node, graph: Graph) -> list[Saved]:
+    """Indices, and what is added or set, for its shape alone."""
+    return list(dict.fromkeys([*indices(node, graph), node.operands[2]]))
+
+
 def power(node: Node, graph: Graph) -> list[Saved]:
-    return [*node.operands, *(node.results if len(node.operands) > 1 else ())]
+    """The result, too, where the exponent is a tensor."""
+    is_exponent = len(node.operands) > 1 or node.op.endswith(".Scalar")
+    return [*node.operands, *(node.results if is_exponent else ())]
 
 
 def operand_and_result(node: Node, graph: Graph) -> list[Saved]:
@@ -143,7 +206,7 @@ def dropout(node: Node, graph: Graph) -> list[Saved]:
     if argument(node, 2, "train", True) is False or argument(node, 1, "p", 0.5) == 0:
         return []
     mask = node.outputs[1] if len(node.outputs) > 1 else None
-    return [mask or _copy(graph.tensors[node.operands[0]], 1)]
+    return [mask or whole_copy(graph.tensors[node.operands[0]], 1)]
 
 
 def row_normalization(node: Node, graph: Graph) -> list[Saved]:
@@ -160,7 +223,11 @@ def _normalized_rows(node: Node, graph: Graph, statistics: int) -> list[Saved]:
     tensor = graph.tensors[node.operands[0]]
     normalised = len(argument(node, 1, "normalized_shape", tensor.shape[-1:]))
     rows = tuple(range(len(tensor.shape) - normalised))
-    return [node.operands[0], *node.operands[1:2], Extra(tensor.name, rows, 4 * statistics)]
+    return [
+        node.operands[0],
+        *node.operands[1:2],
+        Extra(tensor.name, rows, max(FLOAT32_BYTES, tensor.itemsize) * statistics),
+    ]
 
 
 def composed_rms_norm(node: Node, graph: Graph) -> list[Saved]:
@@ -168,8 +235,8 @@ def composed_rms_norm(node: Node, graph: Graph) -> list[Saved]:
     and the normalised one are kept in float32, and not the input itself."""
     tensor, (given, *others) = graph.tensors[node.operands[0]], rms_normalization(node, graph)
     if tensor.itemsize >= FLOAT32_BYTES:
-        return [given, *others, _copy(tensor)]
-    return [*others, _copy(tensor, 2 * FLOAT32_BYTES)]
+        return [given, *others, whole_copy(tensor)]
+    return [*others, whole_copy(tensor, 2 * FLOAT32_BYTES)]
 
 
 def batch_normalization(node: Node, graph: Graph) -> list[Saved]:
@@ -186,11 +253,11 @@ def attention(node: Node, graph: Graph) -> list[Saved]:
     """
     query = graph.tensors[node.operands[0]]
     rows = tuple(range(len(query.shape) - 1))
-    kept: list[Saved] = [*node.operands, *node.results[:1], Extra(query.name, rows, 4)]
+    kept: list[Saved] = [*node.operands, *node.results[:1], Extra(query.name, rows, max(FLOAT32_BYTES, query.itemsize))]
     for name in node.operands[3:]:
         mask = graph.tensors[name]
         if mask.dtype == "bool":
-            kept[kept.index(name)] = _copy(mask, query.itemsize)
+            kept[kept.index(name)] = whole_copy(mask, query.itemsize)
     return kept
 
 
@@ -204,16 +271,31 @@ def attention_on_cpu(node: Node, graph: Graph) -> list[Saved]:
     for name in (name for name in node.operands[3:] if _differentiable(name, graph) and name in kept):
         weights = Extra(query.name, tuple(range(len(query.shape) - 1)), key.shape[-2] * query.itemsize)
         kept[kept.index(name)] = weights
-    if graph.tensors[node.operands[2]].shape[-1] != key.shape[-1]:
-        kept.append(_by_hand(query, key))
+    has_gradient = any(_differentiable(name, graph) for name in node.operands[3:])
+    if not _has_kernel(node, graph) or (has_gradient and key.shape[:-2] != query.shape[:-2]):
+        kept.append(_by_hand(query, key, graph.tensors[node.operands[2]]))
     return kept
 
 
-def _by_hand(query: Tensor, key: Tensor) -> Extra:
-    """What attention keeps whose values are narrower or wider than its keys, which no kernel of the CPU takes: weights,
-    and copies of queries and keys, in float32 at least."""
-    each = max(4, query.itemsize)
-    return Extra(query.name, tuple(range(len(query.shape) - 1)), (key.shape[-2] + 2 * query.shape[-1]) * each)
+def _has_kernel(node: Node, graph: Graph) -> bool:
+    """Whether CPUs have a fused kernel (aten/src/ATen/native/transformers/sdp_utils_cpp.cpp): for queries, keys and
+    values with heads, equally wide, in one batch, with as many heads or in groups, and masks of all dims or two."""
+    shapes = [graph.tensors[name].shape for name in node.operands]
+    query, key, value = shapes[:3]
+    if {len(query), len(key), len(value)} != {4} or not query[-1] == key[-1] == value[-1]:
+        return False
+    grouped = bool(dict(node.kwargs).get("enable_gqa")) or node.op.startswith("autopar.")
+    has_heads = query[1] == key[1] == value[1] or grouped
+    return has_heads and query[0] == key[0] == value[0] and all(len(mask) in (2, 4) for mask in shapes[3:])
+
+
+def _by_hand(query: Tensor, key: Tensor, value: Tensor) -> Extra:
+    """What attention keeps that no kernel of the CPU takes: weights, and copies of queries and keys, in float32 at
+    least; of values, too, where they are broadcast."""
+    each, longer = max(FLOAT32_BYTES, query.itemsize), -(-key.shape[-2] // max(1, query.shape[-2]))
+    copies = query.shape[-1] + longer * key.shape[-1]
+    copies += longer * value.shape[-1] if value.shape[:-2] != query.shape[:-2] else 0
+    return Extra(query.name, tuple(range(len(query.shape) - 1)), (key.shape[-2] + copies) * each)
 
 
 def context_attention(node: Node, graph: Graph) -> list[Saved]:
@@ -235,7 +317,18 @@ def context_attention_on_cpu(node: Node, graph: Graph) -> list[Saved]:
 def cross_entropy(node: Node, graph: Graph) -> list[Saved]:
     """Log-probabilities, as large as the logits, the targets, and how many of them count."""
     logits = graph.tensors[node.operands[0]]
-    return [_copy(logits), Extra(logits.name, (), logits.itemsize), *indices(node, graph)]
+    targets = dict.fromkeys([node.operands[1], *indices(node, graph)])  # numbers of classes, or their probabilities
+    return [whole_copy(logits), Extra(logits.name, (), logits.itemsize), *targets]
+
+
+def bags(node: Node, graph: Graph) -> list[Saved]:
+    """Of bags of embeddings: indices and the bag of each, offsets and two numbers of each bag, weights of samples, and
+    where each maximum was."""
+    _, ids, *offsets = (graph.tensors[name] for name in node.operands[:3])
+    numbers = [whole_copy(ids), *(whole_copy(one) for one in offsets for _ in range(2))]
+    if argument(node, 4, "mode", 0) == 2:
+        numbers.append(whole_copy(graph.tensors[node.results[0]], 8))
+    return [*indices(node, graph), *numbers, *(node.operands[:1] + node.operands[3:] if len(node.operands) > 3 else ())]
 
 
 def routed_experts(node: Node, graph: Graph) -> list[Saved]:
@@ -245,9 +338,37 @@ def routed_experts(node: Node, graph: Graph) -> list[Saved]:
     return [*node.operands, Extra(x.name, (0,), ids.shape[1] * a_choice * x.itemsize)]
 
 
+def recurrent(node: Node, graph: Graph) -> list[Saved]:
+    """Beside all that comes and goes, gates and states of each position and layer."""
+    made, layers = graph.tensors[node.results[0]], argument(node, 4, "num_layers", 1)
+    return [*everything(node, graph), whole_copy(made, made.itemsize * layers * 8 * _wider(node, graph))]
+
+
+def _wider(node: Node, graph: Graph) -> int:
+    """How many times as wide the states inside are as those that come out: an LSTM may project them."""
+    cell = graph.tensors[node.operands[2]].shape if ".lstm." in f".{base_name(node.op)}." else ()
+    return -(-cell[-1] // graph.tensors[node.operands[1]].shape[-1]) if len(cell) == 3 else 1
+
+
+def long_short_on_cpu(node: Node, graph: Graph) -> list[Saved]:
+    """Of an LSTM in float32: oneDNN's workspace, which holds gates, and states as wide as the widest layer's input."""
+    given, made = (graph.tensors[name] for name in (node.operands[0], node.results[0]))
+    if made.itemsize != FLOAT32_BYTES:
+        return recurrent(node, graph)
+    layers, ways = argument(node, 4, "num_layers", 1), 1 + bool(argument(node, 7, "bidirectional", False))
+    width = max(1, made.shape[-1] // ways)
+    if _wider(node, graph) > 1:
+        return recurrent(node, graph)
+    each = 10 + 7 * -(-max(given.shape[-1], made.shape[-1]) // width)
+    return [*everything(node, graph), whole_copy(made, made.itemsize * layers * each)]
+
+
 def pooled(node: Node, graph: Graph) -> list[Saved]:
     """The input and the position of each maximum."""
-    return [node.operands[0], node.results[1] if len(node.results) > 1 else _copy(graph.tensors[node.results[0]], 8)]
+    return [
+        node.operands[0],
+        node.results[1] if len(node.results) > 1 else whole_copy(graph.tensors[node.results[0]], 8),
+    ]
 
 
 # Gradients that pass ----------------------------------------

@@ -33,6 +33,7 @@ from autopar.ops.factors import (
 )
 from autopar.ops.functions import FUNCTIONS
 from autopar.ops.indexing import INDEXING
+from autopar.ops.kept import KEPT
 from autopar.ops.long_tail import LONG_TAIL
 from autopar.ops.losses import LOSSES
 from autopar.ops.notation import AxisRule, einsum_rules
@@ -147,7 +148,7 @@ OPERATORS: dict[str, Operator] = {
     "aten.mm.default": kinds.PRODUCT.by(Entry("m k, k n -> m n", "PR RP")),
     "aten.bmm.default": kinds.PRODUCT.by(Entry("b m k, b k n -> b m n", "PR RP")),
     "aten.baddbmm.default": kinds.PLUS_PRODUCT.by(plus_product("b m k, b k n -> b m n")),
-    "aten.matmul.default": kinds.PRODUCT.by(matmul),
+    "aten.matmul.default": kinds.PRODUCT.by(matmul, saved=saved.broadcast_matrices),
     "aten.addmm.default": kinds.PLUS_PRODUCT.by(plus_product("m k, k n -> m n")),
     "aten.addmv.default": kinds.PLUS_PRODUCT.by(plus_product("m k, k -> m")),
     "aten.addbmm.default": Operator(plus_product("b m k, b k n -> m n")),
@@ -155,7 +156,8 @@ OPERATORS: dict[str, Operator] = {
     "aten.dot.default": kinds.PRODUCT.by(Entry("k, k -> ", "PR RP")),
     "aten.mv.default": kinds.PRODUCT.by(Entry("m k, k -> m", "PR RP")),
     # along dims
-    **{f"aten.{kind}.input": Operator(recurrent) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    "aten.lstm.input": kinds.RECURRENT.by(recurrent, saved_on_cpu=saved.long_short_on_cpu),
+    **{f"aten.{kind}.input": kinds.RECURRENT.by(recurrent) for kind in ("gru", "rnn_tanh", "rnn_relu")},
     "aten.softmax.int": kinds.SOFTMAX.by(along_dim),
     "aten._softmax.default": kinds.SOFTMAX.by(along_dim),
     "aten._safe_softmax.default": Operator(along_dim),
@@ -175,8 +177,8 @@ OPERATORS: dict[str, Operator] = {
     "aten.argmax.default": kinds.REDUCTION.by(reduction),
     "aten.argmin.default": kinds.REDUCTION.by(reduction),
     "aten.var.correction": kinds.VARIANCE.by(reduction),
-    "aten.max.dim": kinds.EXTREME.by(reduction),
-    "aten.min.dim": kinds.EXTREME.by(reduction),
+    "aten.max.dim": kinds.REDUCTION.by(reduction),
+    "aten.min.dim": kinds.REDUCTION.by(reduction),
     "aten.any.dim": kinds.REDUCTION.by(reduction),
     "aten.all.dim": kinds.REDUCTION.by(reduction),
     "aten.logsumexp.default": kinds.SOFTMAX.by(reduction, saved=saved.operand_and_result),
@@ -203,7 +205,7 @@ OPERATORS: dict[str, Operator] = {
     "aten.unbind.int": kinds.SLICE.by(unbind),
     "aten.cat.default": kinds.JOIN.by(views.cat),
     "aten.stack.default": kinds.WHOLE_COPY.by(views.stack),
-    "aten.pad.default": kinds.COPY.by(views.pad),
+    "aten.pad.default": kinds.COPY.by(views.pad, saved=saved.padded),
     "aten.constant_pad_nd.default": kinds.COPY.by(views.pad),
     "aten.flip.default": kinds.COPY.by(views.roll_or_flip),
     "aten.roll.default": kinds.COPY.by(views.roll_or_flip),
@@ -223,7 +225,7 @@ OPERATORS: dict[str, Operator] = {
     "aten._to_copy.default": kinds.COPY.by(linear="P"),
     "aten.to.dtype": kinds.COPY.by(linear="P"),
     **_named("copy", kinds.COPY),
-    **_named("reflection_pad2d replication_pad2d", Operator(work=work.COPY)),
+    **_named("reflection_pad2d replication_pad2d", Operator(work=work.COPY, saved=saved.operand)),
     "aten.masked_fill.Scalar": kinds.MASKED_COPY.by(linear=lambda call: "PR" if call.arguments["value"] == 0 else ""),
     **_named("repeat_interleave", kinds.MASKED_COPY),
     # tensors of its own
@@ -252,7 +254,10 @@ OPERATORS: dict[str, Operator] = {
     "aten.addcdiv.default": Operator(linear="PPR"),
     **_named("relu", Operator(saved=saved.result, in_bits=in_bits.RELU)),
     **_named("leaky_relu", kinds.OF_INPUT.by(in_bits=in_bits.LEAKY_RELU)),
-    **_named("clamp clip clamp_min clamp_max", kinds.OF_INPUT.by(workspace=workspace.compared, in_bits=in_bits.CLAMP)),
+    **_named(
+        "clamp clip clamp_min clamp_max",
+        Operator(saved=saved.operands, workspace=workspace.compared, in_bits=in_bits.CLAMP),
+    ),
     **_named("relu6", kinds.OF_INPUT.by(in_bits=in_bits.RELU6)),
     **_named("hardsigmoid", kinds.OF_INPUT),
     **_named("hardtanh", kinds.OF_INPUT.by(in_bits=in_bits.HARDTANH)),
@@ -261,9 +266,10 @@ OPERATORS: dict[str, Operator] = {
     **_named("gelu", kinds.OF_INPUT.by(work=work.GELU)),
     **_named("gelu_tanh", Operator(work=work.GELU_TANH)),
     **_named("silu", kinds.OF_INPUT.by(work=work.SILU)),
-    **_named("tanh sigmoid exp exp2 expm1", kinds.CURVE_OF_RESULT),
-    **_named("log log2 tan erf sinh cosh asin acos atan", kinds.CURVE_OF_INPUT),
-    **_named("softplus mish elu hardswish log_sigmoid", kinds.CURVE_OF_INPUT),
+    **_named("tanh sigmoid exp exp2 expm1 tan", kinds.CURVE_OF_RESULT),
+    **_named("log log2 erf sinh cosh asin acos atan", kinds.CURVE_OF_INPUT),
+    **_named("softplus mish elu hardswish", kinds.CURVE_OF_INPUT),
+    **_named("log_sigmoid", kinds.CURVE_OF_INPUT.by(saved_on_cpu=saved.operand_and_copy)),
     **_named("sin cos log1p", kinds.CURVE_OF_INPUT.by(workspace=workspace.backward(1))),
     **_named("sqrt reciprocal", kinds.CURVE_OF_RESULT.by(workspace=workspace.backward(1))),
     **_named("rsqrt", kinds.CURVE_OF_RESULT.by(workspace=workspace.backward(2))),
@@ -282,7 +288,9 @@ _BY_NAME |= {name: row for name, row in OPERATORS.items() if "." not in name}
 @cache
 def operator(op: str) -> Operator:
     """The row of an operator: its own, what holds of its other overloads, or that of any pointwise operator."""
-    return OPERATORS.get(op) or _BY_NAME.get(base_name(op), kinds.POINTWISE)
+    name = base_name(op)
+    row = OPERATORS.get(op) or _BY_NAME.get(name, kinds.POINTWISE)
+    return replace(row, saved=KEPT[name]) if row.saved is saved.everything and name in KEPT else row
 
 
 _LIKE = ("ones_like", "zeros_like", "full_like", "empty_like")

@@ -33,12 +33,13 @@ from autopar.ir.placement import Placement, Shape, evenly, local_shape
 from autopar.ir.plan import StagePlan
 from autopar.ir.recompute import PieceStep, makes_memory, modules_again, operators_again, pieces_needed, tensors_again
 from autopar.ir.redistribution import Step, apply
-from autopar.ir.statements import Flat, Operate, Statement, Value
+from autopar.ir.statements import Convert, Flat, Operate, Statement, Value
 from autopar.ir.structure import block_paths, constant_tensors, folded_tensors
 from autopar.ops.layout import copied
 from autopar.ops.saved import Saved
 from autopar.runtime.packing import LONE_BYTES
 from autopar.simulate.conversions import Moves, Way
+from autopar.simulate.layouts import AS_IN_GRAPH, Laid, Layouts
 
 
 class NodeFacts(NamedTuple):
@@ -196,12 +197,12 @@ class _StatementMemory:
 
     def __init__(self, graph: Graph, plan: StagePlan) -> None:
         self._graph, self._axes, self._of = graph, plan.axes, dict[Value, int]()
-        self._nodes = plan.nodes
+        self._nodes, self._layouts, self._shapes = plan.nodes, Layouts(graph), LocalShapes(graph, plan)
 
     def step(self, statement: Statement, piece: int, by_itself: bool, saves: bool) -> PieceStep:
         """A statement, by the memory that it reads, makes and keeps."""
         reads = [self._of.setdefault(value, len(self._of)) for value in statement.reads]
-        shares = self._shares(statement)
+        laid, shares = self._laid(statement)
         for value in statement.makes:
             self._of[value] = reads[0] if shares else len(self._of)
         makes = [self._of[value] for value in statement.makes]
@@ -211,13 +212,31 @@ class _StatementMemory:
             known = dict(zip(names, (*reads, *makes), strict=True))
             placed = self._nodes[statement.node.name]
             saved = kept_values(statement.node, self._graph, placed.in_bits, in_eight_bits=placed.in_eight_bits)
+            saved = self._layouts.kept(statement.node, laid, saved)
             kept = [known[name] for name in saved if isinstance(name, str)]
         return PieceStep(piece, by_itself, reads, () if shares else makes, kept, saves)
 
-    def _shares(self, statement: Statement) -> bool:
+    def _laid(self, statement: Statement) -> tuple[Laid, bool]:
+        """How a statement works on its operands, and whether its results share the memory of the first."""
         if isinstance(statement, Operate):
-            return is_view(statement.node, self._graph)
-        return bool(statement.reads) and not any(
+            if not statement.reads:
+                return AS_IN_GRAPH, False
+            shapes = [self._shapes.local(*value)[0] for value in statement.reads]
+            made = self._shapes.local(*statement.makes[0])[0] if statement.makes else ()
+            laid = self._layouts.of_results(statement.node, statement.reads, shapes, made)
+            shares = self._layouts.is_view(statement.node, laid, is_view(statement.node, self._graph))
+            self._layouts.made(statement.makes, laid)
+            return laid, shares
+        moved, shares = statement.redistribute, bool(statement.reads) and not self._makes_memory(statement)
+        if shares:
+            self._layouts.made(statement.makes, self._layouts.of_view(statement.reads[0]))
+        else:
+            for value in statement.makes:
+                self._layouts.converted(value, moved.tensor, moved.steps)
+        return AS_IN_GRAPH, shares
+
+    def _makes_memory(self, statement: Convert) -> bool:
+        return any(
             "S" in (step.before.kind, step.after.kind)
             or step.after.kind == "P"
             or (step.transfers[0].collective and self._axes[step.axis].size > 1)
@@ -369,10 +388,11 @@ class Copies:
         total = 0
         for before, step, after in self._walk(source, steps):
             if step.before.kind == "S" and step.after.kind in "RI":
-                whole, size = self._shapes.local(tensor, after)
+                (whole, size), (_, part) = (self._shapes.local(tensor, at) for at in (after, before))
+                length, ranks = whole[step.before.dim], self._axes[step.axis].size
                 is_direct = math.prod(whole[: step.before.dim]) == 1 and size >= LONE_BYTES
-                if not is_direct or whole[step.before.dim] % self._axes[step.axis].size:
-                    total += size + self._shapes.local(tensor, before)[1]
+                if not is_direct or length % ranks:
+                    total += _padded(size, length, ranks) + part
         return total
 
     def scatter_bytes(self, tensor: str, source: Placement, steps: Sequence[Step]) -> int:
@@ -387,15 +407,16 @@ class Copies:
             if kinds == ("S", "R"):
                 length, ranks = self._shapes.local(tensor, after)[0][step.before.dim], self._axes[step.axis].size
                 is_uneven = bool(length % ranks)
-                padded = size // max(1, length) * -(-length // ranks) * ranks  # as many rows for each rank
-                total += padded * (bool(step.before.dim or is_uneven) + is_packed + self._sums_parts)
+                moved = bool(step.before.dim or is_uneven) + is_packed + self._sums_parts
+                total += _padded(size, length, ranks) * moved
                 is_scattered = True
             elif kinds == ("I", "S"):
                 whole, axis_size = self._shapes.local(tensor, before)[0], self._axes[step.axis].size
                 full = math.prod(whole) * itemsize
                 leads = math.prod(whole[: step.after.dim]) == 1
-                is_direct = leads and whole[step.after.dim] % axis_size == 0 and full >= LONE_BYTES
-                total += 0 if is_direct else size + full
+                length = whole[step.after.dim]
+                is_direct = leads and length % axis_size == 0 and full >= LONE_BYTES
+                total += 0 if is_direct else size + _padded(full, length, axis_size)
                 is_scattered = True
             elif kinds == ("I", "R") and is_scattered:
                 total += size * is_packed
@@ -411,3 +432,8 @@ class Copies:
             walked.append((source, step, after))
             source = after
         return walked
+
+
+def _padded(num_bytes: int, length: int, ranks: int) -> int:
+    """Bytes of a tensor of which each rank has as many rows as the one with most, of the dim of that length."""
+    return num_bytes // max(1, length) * -(-length // ranks) * ranks

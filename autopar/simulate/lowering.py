@@ -19,7 +19,7 @@ from autopar.ir.branches import Coordinates, Home, entering, homes, host_scopes,
 from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement, Shape, evenly, format_placement, local_shape
-from autopar.ir.plan import COMPILED, Plan, StagePlan
+from autopar.ir.plan import COMPILED, NodePlan, Plan, StagePlan
 from autopar.ir.recompute import PieceStep, pieces_needed
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import answered_values, leaving_values
@@ -37,7 +37,7 @@ from autopar.simulate.facts import (
     tensors_on_the_way,
 )
 from autopar.simulate.host_copies import COPY, is_copy
-from autopar.simulate.layouts import AS_IN_GRAPH, Layouts
+from autopar.simulate.layouts import AS_IN_GRAPH, Laid, Layouts
 from autopar.simulate.operator_prices import OperatorPrices, PriceTable, SlotPrice, made_parts
 from autopar.simulate.program import Item, LocalMemory, LocalProgram, Slot, Value
 from autopar.simulate.residents import StoredPrices, stored_shape
@@ -265,7 +265,7 @@ class Lowering:
         if shares:
             self.layouts.made([value], self.layouts.of_view(source))
         else:
-            self.layouts.converted(value, tensor)
+            self.layouts.converted(value, tensor, steps)
         if is_once or tensor in self.facts.folded:
             program.items.append(Item(f"{tensor} → {' '.join(map(str, target))}", (source,), (value,), unit=unit))
             return value
@@ -319,8 +319,8 @@ class Lowering:
         maker = -1 if is_constant else number
         fused = self.fused.get(node.name)
         stays = fused.results if fused else (False,) * len(node.results)
-        laid = self.layouts.of_results(node, inputs[0]) if inputs else AS_IN_GRAPH
-        base = inputs[0] if facts.is_view and not laid.is_copy else -1
+        laid = self._laid(node, placements, inputs) if inputs else AS_IN_GRAPH
+        base = inputs[0] if inputs and self.layouts.is_view(node, laid, facts.is_view) else -1
         outputs = [
             self._result(name, placement, maker, base, in_registers)
             for name, placement, in_registers in zip(node.results, placements.results, stays, strict=True)
@@ -332,7 +332,7 @@ class Lowering:
         values = program.values
         operands, results = [values[value] for value in inputs], [values[value] for value in outputs]
         price = self.operators.price(self.plan, node, operands, results, self.fused.get(node.name))
-        kept: tuple[Saved, ...] = facts.saved if self.trains else ()
+        kept: tuple[Saved, ...] = self.layouts.kept(node, laid, facts.saved) if self.trains else ()
         if kept and (placements.in_bits or placements.in_eight_bits):
             in_bits, in_bytes = placements.in_bits, placements.in_eight_bits
             kept = kept_values(node, self.graph, in_bits, self.profile.device_type, in_bytes)
@@ -366,6 +366,12 @@ class Lowering:
                 unit=unit,
             )
         )
+
+    def _laid(self, node: Node, placements: NodePlan, inputs: list[int]) -> Laid:
+        """How the operator works on the slices that the rank has."""
+        shapes = [self.program.values[value].shape for value in inputs]
+        made = self.shapes.local(node.results[0], placements.results[0])[0] if node.results else ()
+        return self.layouts.of_results(node, inputs, shapes, made)
 
     def _read_several_times(self, inputs: Sequence[int], passing: Collection[int]) -> tuple[frozenset[int], int]:
         """Operands that an operator reads several times, whose gradients autograd sums in new memory, and bytes of

@@ -121,6 +121,10 @@ _OF_REALS = {
     for scatter in (torch.ops.aten.slice_scatter.default, torch.ops.aten.select_scatter.default)
 }
 
+_COMPUTED = {torch.ops.aten._conj.default: torch.conj_physical, torch.ops.aten._neg_view.default: torch.neg}
+"""Views that only mark memory to be read as conjugated or negated: what a rank sends is memory as it lies, and an
+operator that takes such a mark off again finds none where a conversion has computed it."""
+
 
 _WRONG = {torch.ops.aten.multilabel_margin_loss_forward.default}
 """What torch's decompositions of these compute is something else than the operators do."""
@@ -149,7 +153,7 @@ def _composites_listed_once() -> Iterator[None]:
 
 
 def _decompositions() -> dict[OpOverload, Callable[..., Any]]:
-    return {**{op: taken_apart for op, taken_apart in _known().items() if not has_rules(op)}, **_OF_REALS}
+    return {**{op: taken_apart for op, taken_apart in _known().items() if not has_rules(op)}, **_OF_REALS, **_COMPUTED}
 
 
 @cache
