@@ -85,10 +85,17 @@ MEMORY_BOUND = 1.01
 """What fits of a setting is bound by memory where it takes so many times what the fastest would: then what takes less
 is looked for. At 1.05, stages that are cut to fit, and wait, keep faster ones from being found; at 1, more is played.
 """
-RELIEF = 0.03
-"""Of its floor, what a setting is likely to take more where it needs twice the memory that there is; four times as much
-where it needs four times of it, and so on. Halved, settings of few microbatches are traded against memory, that must
-compute much again; doubled, those of many, of which each is less efficient, end the climb too early."""
+RELIEF, RELIEF_ROOM = 0.03, 1.05
+"""Of what a setting takes, what it is likely to take more where it needs twice the memory that there is, and placements
+must save that; four times as much where it is four times of it, and so on.
+Up to so many times the memory there is, what computes less again may fit: placements save that little for nothing.
+Halved, settings of few microbatches are traded against memory, that must compute much again; doubled, those of many, of
+which each is less efficient, end the climb too early."""
+LIKE_SHAPES = 0.98
+"""Of what one number of microbatches takes in another shape of as many devices, next to a second number, what it may
+take in a shape. At 1, differences between shapes that memory makes are missed; at 0.9, each shape is looked at in
+numbers that are slower in all.
+"""
 HOPED = 0.95
 """A logical shape is looked at in other numbers of microbatches, and its best traded against memory, where so much of
 what it is likely to take is less than the best. At 1, what relieves memory cheaply is missed; at 0.9, most are."""
@@ -156,9 +163,10 @@ KEPT_MORE = 8
 FINALISTS = 3
 """Plans that are built for the whole model and simulated; more where these do not fit, or simulating is quick. At 1,
 the best by estimate is believed; doubled, deep models take twice as long to simulate."""
-FAR_FINALISTS = 1.02
+FAR_FINALISTS = 1.01
 """What would take so many times the fastest that was simulated, by an estimate that is corrected, is not simulated, but
-where ranks share cores. At 1.01, what estimates cannot tell apart is left out; at 1.04, a third more is simulated."""
+where ranks share cores. At 1.005, what estimates cannot tell apart is left out; at 1.02, twice as many are simulated
+that are no better."""
 MOST_FINALISTS = 32
 QUICK_S = 1.0
 """Seconds for which finalists are simulated beyond that, up to so many; doubled, small models are planned later."""

@@ -77,7 +77,7 @@ class Finalists:
         while left:
             likely_ns, number = min((one.step_ns * off.get(_submeshes(one), 1.0), n) for n, one in enumerate(left))
             fastest_ns = min((found.step_time_ns for _, found in plans), default=math.inf)
-            far_ns = min(than_ns, FAR_FINALISTS * fastest_ns)
+            far_ns = min(than_ns, FAR_FINALISTS * min(fastest_ns, self.search.known_ns))
             if likely_ns > far_ns and not self.layered.shares_cores:
                 break
             candidate = left.pop(number)

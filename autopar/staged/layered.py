@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,15 @@ from autopar.tunables import CORE_STEPS, KIND_S, MOST_LAYERS, PEAK_SLACK
 from autopar.zero import joined, pinned_modules, priced_levels, recomputable
 
 
+class RecomputationLevel(NamedTuple):
+    """A recomputation beside the one that computes least again: of its activations what is kept, of its time what is
+    taken, and of a layer's activations what a pass has more beside what is kept."""
+
+    kept: float
+    times: float
+    beside: float = 0.0
+
+
 class Layered:
     """A model, what was asked of it, and the problems that were built for it, each once.
 
@@ -57,6 +67,10 @@ class Layered:
                 graph, node_times_ns(graph, self.shared), min(MOST_LAYERS, 2 * request.mesh.num_devices)
             )
             self.folded = Folded(graph, self.layers, tuple(range(self.layers.count)))
+        self._least_again: dict[tuple[Setting, TradeOff], StageKind] = {}
+        self.levels: dict[
+            str, RecomputationLevel
+        ] = {}  # what is known of each recomputation, those that were looked at
         self.limit = request.memory_limit or self.shared.usable_bytes
         self.admitted = int(self.limit * PEAK_SLACK)
 
@@ -262,7 +276,7 @@ class Layered:
         costs = layer_costs(self._layer_simulator(setting.microbatches), cut_plan, splits, self.constants_once)
         every = [costs[layer] for layer in short.layer_of or (0,)]
         columns = {name: np.array([getattr(cost, name) for cost in every]) for name in LayerCost._fields}
-        return StageKind(
+        kind = StageKind(
             key=way,
             num_devices=setting.num_devices,
             time_ns=columns["forward_ns"] + columns["backward_ns"],
@@ -284,6 +298,21 @@ class Layered:
             split_ns=columns["split_ns"],
             memory_limit=self.admitted,
         )
+        self._note_level(way, kind)
+        return kind
+
+    def _note_level(self, way: StageStrategy, kind: StageKind) -> None:
+        """Compares what layers cost with what they do in the same placements with least computed again, once."""
+        if way.recompute == next(iter(self.recomputations)):
+            self._least_again[way.setting, way.choice] = kind
+            self.levels.setdefault(way.recompute, RecomputationLevel(1.0, 1.0))
+        elif way.recompute not in self.levels and (least := self._least_again.get((way.setting, way.choice))):
+            kept, times = (
+                float(getattr(kind, name).sum() / max(1, getattr(least, name).sum()))
+                for name in ("activation_bytes", "time_ns")
+            )
+            beside = float(kind.workspace_bytes.max() - least.workspace_bytes.max())
+            self.levels[way.recompute] = RecomputationLevel(kept, times, beside / max(1, least.activation_bytes.max()))
 
     def allows(self, candidate: EstimatedStages) -> bool:
         """Whether constraints allow its schedule and number of chunks, which matter where stages are several."""

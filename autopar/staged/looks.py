@@ -17,6 +17,7 @@ from autopar.errors import InfeasibleError
 from autopar.interop import StageChoice, StageKind, best_stages, equally_cut
 from autopar.intraop import TradeOff, TradeOffs
 from autopar.ir.schedule import PLAIN, SCHEDULES
+from autopar.staged import relief
 from autopar.staged.chunked import Chunks
 from autopar.staged.layered import Layered
 from autopar.staged.ways import (
@@ -32,8 +33,8 @@ from autopar.tunables import (
     HOPED,
     HOPELESS,
     HULL_HALVINGS,
+    LIKE_SHAPES,
     MEMORY_BOUND,
-    RELIEF,
     RUNNERS_UP,
     SOLVE_SHARE,
 )
@@ -80,6 +81,7 @@ class Looks:
         self.of_shape: dict[tuple[int, int], int] = {}  # what a template takes at least, by devices and those of its tp
         self.least_of_tp: dict[int, int] = {}  # what layers of one take at least on so many ranks, without a bubble
         self._computed: dict[Setting, int] = {}
+        self._outlook: dict[Setting, int] = {}  # what was likely at a first look
         self._hidden = 1.0  # the least share of all costs in a row that an estimate was
 
     def bounded(self, known_ns: float) -> Looks:
@@ -109,7 +111,20 @@ class Looks:
         if known is None or (is_near and known.is_passed_over):
             known = self.known[setting] = self._first(setting, is_near)
             self.best_ns = min(self.best_ns, known.least_ns)
+            self._outlook[setting] = known.likely_ns
         return known
+
+    def may_gain(self, setting: Setting, other: Setting) -> bool:
+        """Whether a setting in another number of microbatches may be better, by how other shapes of the same devices
+        compare in both."""
+        counts = setting.microbatches, other.microbatches
+        ratios = [
+            self._outlook[then] / outlook
+            for one, outlook in self._outlook.items()
+            if (one.num_devices, one.microbatches, one.zero) == (setting.num_devices, counts[0], setting.zero)
+            and self._outlook.get(then := replace(one, microbatches=counts[1]), NEVER) < NEVER
+        ]
+        return not ratios or LIKE_SHAPES * min(ratios) < 1
 
     def look_at_template(self, setting: Setting, recompute: str) -> None:
         """The fastest placements of a setting around a template, which computes this again."""
@@ -174,9 +189,9 @@ class Looks:
         stride = max(1, int(math.log2(peak / self.admitted))) if least == NEVER else 1
         if least <= MEMORY_BOUND * floor:
             return Look(floor, least, least, tuple(found), stride)
-        times = max(1.0, peak / self.admitted)
-        likely = min(least, round(floor * (1 + RELIEF * math.log2(times) ** 2)))
-        return Look(floor, least, likely, tuple(found), stride, (curve, fastest))
+        way = StageStrategy(setting, fastest, self._least_again)
+        likely = relief.likely_ns(self.layered, self.layered.kind(way), found)
+        return Look(floor, least, min(least, likely), tuple(found), stride, (curve, fastest))
 
     def _traded(self, setting: Setting, look: Look) -> Look:
         """What a setting has with less memory."""

@@ -224,7 +224,7 @@ class StagedSearch:
     def _climb(self, size: int, axes: LogicalMesh) -> list[Setting]:
         """From where it starts up, as long as it is likely to get better; else down. What is likely to be the best is
         traded against memory at once, so that other shapes are judged by it."""
-        counts, start = self.counts.ladder(axes), self._start(size, axes)
+        counts, start = self.counts.ladder(axes), self._best_known(size, axes)
         looked = [self._setting(size, axes, start)]
         first = last = self.looks.look(looked[0])
         if not self.looks.may_be_best(first.likely_ns):
@@ -235,7 +235,11 @@ class StagedSearch:
             return self.looks.look(looked[-1], last.likely_ns <= self.looks.best_ns)
 
         def may_lead(number: int) -> bool:
-            return self.looks.may_lead(first, looked[0], self._setting(size, axes, number))
+            other, before = (
+                self._setting(size, axes, number),
+                next(one for one in looked if self.looks.look(one) is last),
+            )
+            return self.looks.may_gain(before, other) and self.looks.may_lead(first, looked[0], other)
 
         number = start + first.stride
         while number < len(counts) and may_lead(number):
@@ -248,11 +252,17 @@ class StagedSearch:
             if here.likely_ns >= last.likely_ns:
                 break
             last = here
-        best = min(looked, key=lambda setting: self.looks.look(setting).likely_ns)
-        if self.looks.look(best).likely_ns <= min(look.likely_ns for look in self.looks.known.values()):
-            self._likely_spread = best.microbatches * size
         self.looks.trade(looked, self.clock)
+        self._likely_spread = self._spread_of_known()
         return looked
+
+    def _best_known(self, size: int, axes: LogicalMesh) -> int:
+        """The place of the number that is likely to be the best of those that were looked at; of none, where to
+        start."""
+        known = self.looks.known
+        every = ((number, self._setting(size, axes, number)) for number in range(len(self.counts.ladder(axes))))
+        likely = [(known[setting].likely_ns, number) for number, setting in every if setting in known]
+        return min(likely)[1] if likely else self._start(size, axes)
 
     def frugal(self) -> Iterator[EstimatedStages]:
         """For each logical shape what takes least memory: most microbatches, all computed again.

@@ -16,6 +16,7 @@ from autopar.profiler import load_profile
 from autopar.request import Request, SearchBudget
 from autopar.staged.finalists import Finalists
 from autopar.staged.layered import Layered
+from autopar.staged.relief import relieved
 from autopar.staged.search import StagedSearch
 from autopar.staged.templates import stored_as
 from autopar.staged.ways import Setting, StageStrategy
@@ -70,3 +71,22 @@ def test_what_layers_keep_on_other_numbers_of_stages(zero: int, known: int, stag
         found, expected = getattr(said, column), getattr(layers(setting), column)
         np.testing.assert_allclose(found, expected, rtol=0.02, atol=4096, err_msg=column)
     assert zero == 1 or own.travelling_bytes.any()
+
+
+@pytest.mark.parametrize("recompute", ("extensive", "full"))
+def test_what_is_computed_again_is_told_from_other_placements(recompute: str) -> None:
+    """Of a setting whose layers were played with nothing computed again alone: how likely it fits is told by that."""
+    looks, layered = search().looks, search().layered
+    free = Setting(make_axes(("dp",), (4,)), 4, 2, 8)
+    known, other = replace(free, zero=1), replace(free, zero=2, microbatches=4)
+    for setting, again in ((known, "none"), (known, recompute), (other, "none")):
+        layered.kind(StageStrategy(setting, layered.fastest(setting, *looks.solver), again))
+    fastest = layered.fastest(other, *looks.solver)
+    kind, level = layered.kind(StageStrategy(other, fastest, "none")), layered.levels[recompute]
+    assert level.kept < 1 < level.times
+    plain = {(one.schedule, len(one.ways)): one for one in looks.staged(other, fastest, "none")}
+    for one in looks.staged(other, fastest, recompute):
+        if one.schedule == "interleaved":
+            step_ns, peak_bytes = relieved(layered, kind, plain[one.schedule, len(one.ways)], level)
+            assert step_ns == pytest.approx(one.step_ns, rel=0.03)
+            assert peak_bytes == pytest.approx(one.peak_bytes, rel=0.06)
