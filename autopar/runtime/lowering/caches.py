@@ -27,7 +27,7 @@ def _whole_rows(cache: Tensor, positions: Tensor, rows: Tensor, is_written: Tens
     batch, heads, length, width = cache.shape
     first = torch.arange(0, batch * heads * length, length, device=cache.device).reshape(batch, heads, 1)
     index = (first + positions[:, None]).reshape(-1)
-    flat = cache.view(-1, width)
+    flat = cache.view(batch * heads * length, width)
     rows = torch.where(is_written[:, None, :, None], rows, flat.index_select(0, index).reshape(rows.shape))
-    flat.index_copy_(0, index, rows.reshape(-1, width))
+    flat.index_copy_(0, index, rows.reshape(len(index), width))
     return cache
