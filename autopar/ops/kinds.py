@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.ops import saved, views, work, workspace
+from autopar.ops import in_bits, saved, views, work, workspace
 from autopar.ops.operator import Operator
 
 POINTWISE = Operator()
@@ -49,6 +49,7 @@ TERMS = Operator(work=work.SUM, saved=saved.nothing)
 FACTORS = Operator(saved=saved.factors, saved_on_cpu=saved.with_number(saved.factors), workspace=workspace.product)
 QUOTIENT = Operator(saved=saved.quotient, saved_on_cpu=saved.with_number(saved.quotient), workspace=workspace.quotient)
 OF_INPUT = Operator(saved=saved.operand)
+CLAMP = Operator(saved=saved.operands, in_bits=in_bits.CLAMP)
 CURVE = Operator(work=work.TRANSCENDENTAL)
 CURVE_OF_INPUT = CURVE.by(saved=saved.operand)
 CURVE_OF_RESULT = CURVE.by(saved=saved.result)

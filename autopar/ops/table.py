@@ -254,10 +254,8 @@ OPERATORS: dict[str, Operator] = {
     "aten.addcdiv.default": Operator(linear="PPR"),
     **_named("relu", Operator(saved=saved.result, in_bits=in_bits.RELU)),
     **_named("leaky_relu", kinds.OF_INPUT.by(in_bits=in_bits.LEAKY_RELU)),
-    **_named(
-        "clamp clip clamp_min clamp_max",
-        Operator(saved=saved.operands, workspace=workspace.compared, in_bits=in_bits.CLAMP),
-    ),
+    **_named("clamp clip", kinds.CLAMP.by(workspace=workspace.compared(2))),
+    **_named("clamp_min clamp_max", kinds.CLAMP.by(workspace=workspace.compared(1))),
     **_named("relu6", kinds.OF_INPUT.by(in_bits=in_bits.RELU6)),
     **_named("hardsigmoid", kinds.OF_INPUT),
     **_named("hardtanh", kinds.OF_INPUT.by(in_bits=in_bits.HARDTANH)),

@@ -71,9 +71,9 @@ def backward(copies: int) -> WorkspaceRule:
     return lambda sizes: (0, copies * sizes.operand(0))
 
 
-def compared(sizes: Sizes) -> Workspace:
-    """Backward, whether each element was within the bounds, in a byte each."""
-    return 0, math.prod(sizes.operands[0])
+def compared(bounds: int) -> WorkspaceRule:
+    """Backward, whether each element was within each of so many bounds, in a byte."""
+    return lambda sizes: (0, bounds * math.prod(sizes.operands[0]))
 
 
 def scaled_mask(sizes: Sizes) -> Workspace:
