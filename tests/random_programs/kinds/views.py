@@ -125,7 +125,7 @@ ROWS = (
         "as_strided view",
         """
         h = h + h.contiguous().as_strided(
-            (h.size(0), h.size(1), 4), (h.size(1) * h.size(2), h.size(2), 2)
+            (h.size(0), h.size(1), 3), (h.size(1) * h.size(2), h.size(2), 2)
         ).sum(-1, keepdim=True)
         """,
     ),
