@@ -256,7 +256,8 @@ ROWS = (
         "loss dpo",
         loss="""
         p = self.head(h).log_softmax(-1).gather(2, yt[..., None])[..., 0].sum(1)
-        c, r = p.chunk(2)
+        n = len(p) // 2
+        c, r = p[:n], p[n : 2 * n]
         loss = -F.logsigmoid(c - r).mean()
         """,
     ),

@@ -157,6 +157,7 @@ ROWS = (
         g, i = F.max_pool1d(h, 2, return_indices=True)
         h = h + F.max_unpool1d(g, i, 2)
         """,
+        divisor=2,
     ),
     row("maxpool dil", "h = h + F.max_pool2d(h[:, None], 3, 1, 1, 1)[:, 0]"),
     row("lp_pool", "h = h + F.pad(F.lp_pool1d(h.abs() + 0.1, 2, 2), (0, D // 2))", divisor=2),
