@@ -91,9 +91,9 @@ must save that; four times as much where it is four times of it, and so on.
 Up to so many times the memory there is, what computes less again may fit: placements save that little for nothing.
 Halved, settings of few microbatches are traded against memory, that must compute much again; doubled, those of many, of
 which each is less efficient, end the climb too early."""
-LIKE_SHAPES = 0.95
+LIKE_SHAPES = 0.98
 """Of what one number of microbatches takes in another shape of as many devices, next to a second number, what it may
-take in a shape. At 0.98, differences between shapes that memory makes are missed; at 0.9, each is looked at in
+take in a shape. At 1, differences between shapes that memory makes are missed; at 0.9, each shape is looked at in
 numbers that are slower in all.
 """
 HOPED = 0.95
