@@ -6,17 +6,18 @@ Run from the root of the repository. Each case plans a model twice, with everyth
 trains both from the same weights with AdamW: losses, norms and weights after three steps must be equal bit for bit on
 two ranks. On more, gloo adds what is packed together in an order that hangs on where it lies in the buffer, and what
 goes to the host is packed by layers: there losses and norms must agree to a millionth, weights to 1e-3 of a step's
-size, the learning rate times the steps, and the largest difference is printed. "4x" cases give the search a memory limit of which the state of training (16 bytes a parameter in float32) is four times
-what all ranks together have: nothing fits without offload. The link between device and host is simulated: the runtime
-delays copies to --link bytes a second each way, which the plan states.
+size, the learning rate times the steps, and the largest difference is printed. "4x" cases give the search a memory
+limit of which the state of training (16 bytes a parameter in float32) is four times what all ranks together have:
+nothing fits without offload. The link between device and host is simulated: the runtime delays copies to --link bytes a
+second each way, which the plan states.
 
 A step (forward, backward, clipping left out, update) is timed from a barrier to the slowest rank's end; the median over
 the steps of a round, and the least of these over rounds, since other programs of a shared host only add. --real-time
 puts the ranks in the real-time class, where the system allows it, so that these do not have their cores; where ranks
 are more than cores, that is not what the host's profile was measured in: ranks of that class hand a core to each other
-sooner, and four on two cores meet in a collective in a fifth of the time. Memory is the
-allocator's record (`benchmarks.accuracy.lifetimes`) without what is mapped on the host. Writes results.md; ends with
-status 1 where a rank takes a byte more than predicted, a result differs, or a step is more than 15% off.
+sooner, and four on two cores meet in a collective in a fifth of the time. Memory is the allocator's record
+(`benchmarks.accuracy.lifetimes`) without what is mapped on the host. Writes results.md; ends with status 1 where a rank
+takes a byte more than predicted, a result differs, or a step is more than 15% off.
 """
 
 from __future__ import annotations
