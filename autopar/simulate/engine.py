@@ -250,6 +250,9 @@ class Engine:
         for old, new_span in ends.items():
             self.moved.setdefault(old, new_span)
 
+    def settle(self) -> None:
+        """All tasks are submitted, and have their places."""
+
     def later(self, first: int, second: int) -> int:
         """The task that ends later."""
         return max(first, second, key=lambda task: self.tasks[task][3])

@@ -46,6 +46,7 @@ from autopar.simulate.passes import (
     first_read,
 )
 from autopar.simulate.program import Bucket, Item, LocalProgram, Slot, Transmission
+from autopar.simulate.settling import SettlingEngine
 from autopar.simulate.sharing import Share
 
 BEGUN = "begun"  # marks a bucket that another part has begun, in the name of what is sent
@@ -98,9 +99,12 @@ class Player:
 
     def gather(self, carried: Carried, meet: Meet | None) -> Gathered:
         """The parameters that are converted once a step."""
-        self.start(PassKind("begin"), Engine(self._slowdowns, carried), meet)
+        is_settled = meet is None and not any(bucket.first_is_beside for bucket in self.program.gathers)
+        engine = SettlingEngine(self._slowdowns, carried) if is_settled else Engine(self._slowdowns, carried)
+        self.start(PassKind("begin"), engine, meet)
         for bucket in self.program.gathers:
             self._convert(bucket, ())
+        engine.settle()
         tasks, length = self.engine.tasks, self.engine.free_ns
         ends = ((value, tasks[task][3], tasks[task][4]) for value, task in self._ready.items())
         arriving = [

@@ -1,18 +1,23 @@
 """Parameters, gradients and optimizer state on the host: predicted step and memory beside what CPU ranks take.
 
-    python -m benchmarks.offload.run [--cases "4x on 2" …] [--rounds 5] [--link 1e9]
+    python -m benchmarks.offload.run [--cases "4x on 2" …] [--rounds 5] [--link 1e9] [--real-time]
 
 Run from the root of the repository. Each case plans a model twice, with everything on the device and with offload, and
-trains both from the same weights with AdamW: losses, norms and weights after three steps must be equal bit for bit.
-"4x" cases give the search a memory limit of which the state of training (16 bytes a parameter in float32) is four times
-what all ranks together have: nothing fits without offload. The link between device and host is simulated: the runtime
-delays copies to --link bytes a second each way, which the plan states.
+trains both from the same weights with AdamW: losses, norms and weights after three steps must be equal bit for bit on
+two ranks. On more, gloo adds what is packed together in an order that hangs on where it lies in the buffer, and what
+goes to the host is packed by layers: there losses and norms must agree to a millionth, weights to 1e-3 of a step's
+size, the learning rate times the steps, and the largest difference is printed. "4x" cases give the search a memory
+limit of which the state of training (16 bytes a parameter in float32) is four times what all ranks together have:
+nothing fits without offload. The link between device and host is simulated: the runtime delays copies to --link bytes a
+second each way, which the plan states.
 
 A step (forward, backward, clipping left out, update) is timed from a barrier to the slowest rank's end; the median over
-the steps of a round, and the least of these over rounds, since other programs of a shared host only add; the ranks are
-in the real-time class, where the system allows it, so that these do not have their cores. Memory is the
-allocator's record (`benchmarks.accuracy.lifetimes`) without what is mapped on the host. Writes results.md; ends with
-status 1 where a rank takes a byte more than predicted, a result differs, or a step is more than 15% off.
+the steps of a round, and the least of these over rounds, since other programs of a shared host only add. --real-time
+puts the ranks in the real-time class, where the system allows it, so that these do not have their cores; where ranks
+are more than cores, that is not what the host's profile was measured in: ranks of that class hand a core to each other
+sooner, and four on two cores meet in a collective in a fifth of the time. Memory is the allocator's record
+(`benchmarks.accuracy.lifetimes`) without what is mapped on the host. Writes results.md; ends with status 1 where a rank
+takes a byte more than predicted, a result differs, or a step is more than 15% off.
 """
 
 from __future__ import annotations
@@ -49,6 +54,7 @@ from tests.rank_pool import pool
 
 HERE = Path(__file__).parent
 WITHIN = 0.15
+RATE, STEPS = 1e-2, 3  # of what is trained and compared
 STATE_BYTES = 16  # a parameter in float32, its gradient and Adam's two moments
 
 
@@ -97,12 +103,13 @@ def profile_of(link: float) -> str:
 
 
 def time_steps(
-    rank: int, world: int, source: str, state: dict[str, Tensor], batch: dict[str, Tensor], steps: int
-) -> list[float]:
-    """Seconds of each step but the first two, in the real-time class, where the system allows that."""
+    rank: int, world: int, source: str, state: dict[str, Tensor], batch: dict[str, Tensor], steps: int,
+    is_real_time: bool,
+) -> list[float]:  # fmt: skip
+    """Seconds of each step but the first two."""
     from autopar import runtime as rt
 
-    threads = [int(name) for name in os.listdir("/proc/self/task")]  # gloo's, too
+    threads = [int(name) for name in os.listdir("/proc/self/task")] if is_real_time else []  # gloo's, too
     with suppress(PermissionError):
         for thread in threads:
             os.sched_setscheduler(thread, os.SCHED_RR, os.sched_param(1))
@@ -152,13 +159,13 @@ class Measured(NamedTuple):
         return self.plan.predicted.step_time_ns / 1e9 / self.step_s - 1
 
 
-def measure(case: Case, plan: Plan, mesh: autopar.Mesh, rounds: int) -> Measured:
-    """Trains three steps of a plan, and times others."""
+def measure(case: Case, plan: Plan, mesh: autopar.Mesh, rounds: int, is_real_time: bool) -> Measured:
+    """Trains a few steps of a plan, and times others."""
     model, batch = made(case.model)
     source = autopar.parallelize(model, mesh, batch, plan=plan, check=False).source
     state, ranks = model_state(model), pool(case.ranks)
-    trained = ranks.run(train, source, state, batch, 3)
-    times = [ranks.run(time_steps, source, state, batch, 5) for _ in range(rounds)]
+    trained = ranks.run(train, source, state, batch, STEPS)
+    times = [ranks.run(time_steps, source, state, batch, 5, is_real_time) for _ in range(rounds)]
     return Measured(
         plan, trained, min(statistics.median(max(step) for step in zip(*one, strict=True)) for one in times)
     )
@@ -195,13 +202,27 @@ def on_device(plan: Plan) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
-def is_equal(one: list[Trained], other: list[Trained]) -> bool:
-    """Losses, norms and every weight, bit for bit."""
-    pairs = zip(one, other, strict=True)
-    return all(
-        a.losses == b.losses and a.norms == b.norms and all(torch.equal(x, b.weights[n]) for n, x in a.weights.items())
-        for a, b in pairs
-    )
+class Difference(NamedTuple):
+    """Between two trainings: of losses and norms, of the larger; of any weight, of what the steps may move it."""
+
+    told: float
+    weight: float
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether another order of sums explains it."""
+        return self.told <= 1e-6 and self.weight <= 1e-3
+
+
+def difference(one: list[Trained], other: list[Trained]) -> Difference:
+    """The largest over ranks; (0, 0) where all is equal bit for bit."""
+    pairs = list(zip(one, other, strict=True))
+    told = (
+        abs(x - y) / max(abs(x), abs(y))
+        for a, b in pairs for x, y in zip(a.losses + a.norms, b.losses + b.norms, strict=True) if x != y
+    )  # fmt: skip
+    weights = (float((x - b.weights[n]).abs().max()) for a, b in pairs for n, x in a.weights.items())
+    return Difference(max(told, default=0.0), max(weights) / (RATE * STEPS))
 
 
 def main() -> int:
@@ -210,6 +231,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--link", type=float, default=1e9, help="bytes a second, each way")
+    parser.add_argument("--real-time", action="store_true", help="ranks in the real-time class")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     rows, failed = [], False
@@ -217,10 +239,12 @@ def main() -> int:
         case = CASES[name]
         mesh = autopar.Mesh(profile_of(options.link), devices_per_node=case.ranks)
         print(name, flush=True)
-        free, found = (measure(case, plan, mesh, options.rounds) for plan in plans(case, mesh))
-        told, same = found.plan.predicted, is_equal(free.trained, found.trained)
+        free, found = (measure(case, plan, mesh, options.rounds, options.real_time) for plan in plans(case, mesh))
+        told, apart = found.plan.predicted, difference(free.trained, found.trained)
+        same = apart == (0.0, 0.0) or (case.ranks > 2 and apart.is_rounding)
         fits = found.peak_bytes <= told.peak_bytes
-        equal = "yes" if same else "NO"
+        size = f"{apart.told:.0e}, weights {apart.weight:.0e}"
+        equal = "bit for bit" if apart == (0.0, 0.0) else f"to {size}" if same else f"NO: {size}"
         failed |= not same or not fits or abs(found.error) > WITHIN
         rows.append(
             f"| {name} | {free.peak_bytes / 1e6:.2f} | {found.peak_bytes / 1e6:.2f} | {told.peak_bytes / 1e6:.2f} | "
