@@ -15,6 +15,7 @@ A profile without a block `steps` says nothing of the one, one without `memory` 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -154,6 +155,10 @@ class Sure:
         """The probability in steps of a twentieth, of a plan that allocates so much at its peak; at most SURE."""
         odds = self._memory.fits_probability(self._memory.taken_bytes(peak_bytes), self._capacity)
         return min(SURE, math.floor(odds * STEPS) / STEPS)
+
+    def most_bytes(self, limit: int) -> int:
+        """The most, up to a limit, that a plan may allocate at its peak and fit as surely as any."""
+        return bisect_right(range(1, limit + 1), -self.of(0), key=lambda peak_bytes: -self.of(peak_bytes))
 
 
 def _odds(told: Prediction) -> float:

@@ -113,6 +113,9 @@ def test_of_plans_that_cannot_be_told_apart_the_one_that_fits_surely_is_taken() 
     sure = Sure(profile)
     tight, roomy = profile.usable_bytes, profile.usable_bytes // 2
     assert sure.of(tight) < sure.of(roomy) == sure.of(1)
+    most = sure.most_bytes(tight)
+    assert roomy < most < tight and sure.of(most) == sure.of(1) > sure.of(most + 1)
+    assert sure.most_bytes(roomy) == roomy
     near, far = 1000 * (1 + sure.resolution * 0.9), 1000 * (1 + sure.resolution * 1.1)
     fastest, safer, slower = of_step(1000, tight), of_step(int(near), roomy), of_step(int(far), roomy)
     assert chosen([fastest, safer, slower], sure) is safer

@@ -14,9 +14,10 @@ corrects it on the next, so that few candidates have to be simulated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 from autopar.clock import guarded
@@ -34,6 +35,7 @@ from autopar.request import Request
 from autopar.simulate import Incremental, Timeline
 from autopar.staged.finalists import Finalists
 from autopar.staged.looks import Looks
+from autopar.staged.mixing import kept_more
 from autopar.staged.search import StagedSearch
 from autopar.staged.templates import Estimated, StageTemplates
 from autopar.staged.ways import EstimatedStages, Setting, StageStrategy
@@ -48,10 +50,11 @@ LOOKED_AT = 8
 NEAR_ANEW = 1.04
 """Of the best plan's step, up to which the best of other forms are placed anew on a rung's own mesh, too. With none
 placed anew, some rungs are up to 3% slower than a search of their own finds; nearer to 2, each form is solved again."""
-LOOKED_AT_FREELY = 1
-"""Shapes whose ranks share operators, the best first, at which placements that no template has are looked at. With
-none, rungs whose batch needs such shapes are up to 15% slower than what a search of their own finds; more are more
-solves."""
+LOOKED_AT_FREELY = 0, 3
+"""Shapes at which placements that no template has are looked at, the best first: where templates are about as good as
+on the best rung so far, and where none is, as where the batch leaves each device less than a sample. With none there,
+too, such rungs are up to 22% slower; with one everywhere, a ladder of devices that are short of memory takes a third
+longer, and no rung gains as much as a percent."""
 SIMULATED = ((2, 1.005), (5, 1.02))
 """Plans of one stage and of several that are simulated and fit; a further one only where it is likely to take no more
 than so many times the best, or where it is likely to undercut it by as much: estimates of one stage are within a
@@ -74,7 +77,7 @@ class Climb:
         with guarded(GUARD * request.budget.seconds):
             looks = self._looks(layers)
             search = StagedSearch(layers, None, looks)
-            finalists = RungFinalists(search, looks.candidates, rows.append, shared, self)
+            finalists = RungFinalists(search, self._with_more_kept(looks), rows.append, shared, self)
             every = [self._candidate(finalists, *found) for found in finalists.plans]
             every += self._placed_anew(finalists, rows.append)
             for best in self._best_first(every):
@@ -96,12 +99,21 @@ class Climb:
         likely_ns = self.least_ns * layers.batch / layers.request.mesh.num_devices
         for known_ns in dict.fromkeys((likely_ns, math.inf)):
             looks = Looks(layers, known_ns)
-            for one in self._in_turn(StageTemplates(looks, one_stage=True, near=NEAR).estimated()):
+            estimated = StageTemplates(looks, one_stage=True, near=NEAR).estimated()
+            for one in self._in_turn(estimated):
                 looks.look_at_template(one.setting, one.recompute)
-            if looks.fitting:
+            _look_freely(looks, [one.setting for one in estimated], LOOKED_AT_FREELY[known_ns == math.inf])
+            if min((one.step_ns for one in looks.fitting), default=math.inf) <= NEAR * known_ns:
                 break
-        _look_freely(looks)
         return looks
+
+    def _with_more_kept(self, looks: Looks) -> list[EstimatedStages]:
+        """The best again, with as few layers computed again as fit, and as few as fit surely."""
+        most = looks.layered.admitted
+        surely = most if self.sure is None else self.sure.most_bytes(most)
+        more = (kept_more(looks.layered, looks.candidates, size) for size in sorted({most, surely}))
+        different = {_how_it_runs(one): one for one in chain.from_iterable(more)}
+        return [*looks.candidates, *different.values()]
 
     def _in_turn(self, found: Sequence[Estimated]) -> list[Estimated]:
         """The fastest, those that fit surely, and the fastest of each number of stages and each tensor parallelism."""
@@ -257,17 +269,26 @@ class RungFinalists(Finalists):
         return self.layered.place_of(way.setting).placements.explained(way.choice.choice)
 
 
-def _look_freely(looks: Looks) -> None:
-    """At placements that no template has, in the best shapes whose ranks share operators: with as many microbatches,
-    and with more and fewer as long as that is likely to gain something."""
+def _look_freely(looks: Looks, settings: Iterable[Setting], most: int) -> None:
+    """At placements that no template has, in so many of the best shapes of several axes or stages: with as many
+    microbatches, and with more and fewer as long as that is likely to gain something. settings: of templates, the best
+    first."""
     search = StagedSearch(looks.layered, None, looks)
     shapes: dict[LogicalMesh, Setting] = {}
-    for one in looks.fitting:
-        setting = one.ways[0].setting
-        if len(setting.axes) > 1 and not setting.sharing:
+    for setting in settings:
+        if (len(setting.axes) > 1 or setting.num_stages > 1) and not setting.sharing:
             shapes.setdefault(setting.axes, setting)
-    for setting in [*shapes.values()][:LOOKED_AT_FREELY]:
+    for setting in sorted([*shapes.values()][:most], key=_num_axes, reverse=True):
         search.climb_freely(setting)
+
+
+def _num_axes(setting: Setting) -> int:
+    return len(setting.axes)
+
+
+def _how_it_runs(candidate: EstimatedStages) -> tuple[Any, ...]:
+    """All of it but what it is estimated to take."""
+    return candidate.ways, candidate.schedule, candidate.stage_of_layer, candidate.recompute
 
 
 def _ways_to_run(candidate: EstimatedStages) -> tuple[Any, ...]:
@@ -284,13 +305,13 @@ def _form(candidate: EstimatedStages) -> tuple[Any, ...]:
 
 def _likeness(candidate: EstimatedStages, batch: int) -> tuple[Any, ...]:
     """What candidates have whose estimates are off alike: all that says how their stages run; and their schedule, on as
-    many stages."""
+    many stages in as many chunks, which leave as much of a bubble that estimates do not see."""
     way = candidate.ways[0]
     sizes = {axis.name: axis.size for axis in way.setting.axes}
     ranks = way.setting.num_devices // sizes.get("tp", 1)
     samples = batch / candidate.microbatches / ranks
-    near = _shape(way.setting), candidate.schedule
-    return (*near, len(candidate.ways), samples, way.setting.zero, way.recompute, way.setting.sharing), near
+    near = _shape(way.setting), candidate.schedule, len(candidate.ways)
+    return (*near, samples, way.setting.zero, way.recompute, way.setting.sharing), near
 
 
 def _shape(setting: Setting) -> tuple[int, int]:

@@ -25,7 +25,7 @@ _SOON_NS = 1e-3
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _QueuedTask:
     """A task that is to be placed: its number, none of one of an earlier pass. left_ns: of work, alone on its level;
     release_ns: when the host has launched it."""
 
@@ -36,7 +36,7 @@ class _Job:
     kind: str
     left_ns: float
     release_ns: int
-    after: Sequence[_Job]
+    after: Sequence[_QueuedTask]
     start_ns: float | None = None
     end_ns: float = inf
 
@@ -59,7 +59,7 @@ class SettlingEngine(Engine):
         self, slowdowns: Mapping[str, float], carried: Carried, host_ns: int = 0, kind: str = "forward"
     ) -> None:
         super().__init__(slowdowns, carried, host_ns, kind)
-        self._jobs: list[_Job] = []
+        self._jobs: list[_QueuedTask] = []
         self._asked: list[_Allocation] = []
         known = {flight[3] for flight in carried.in_flight}
         self._free_at = {link: end for link, end in carried.links if link not in known}
@@ -95,7 +95,7 @@ class SettlingEngine(Engine):
         first = number - len(self._jobs)
         awaited = [self._jobs[task - first] for task in after if task >= first]
         ready = max(self.host_ns, self._free_at.get(stream, 0))
-        job = _Job(number, stream, level_of(stream), name, kind, float(duration_ns), ready, awaited)
+        job = _QueuedTask(number, stream, level_of(stream), name, kind, float(duration_ns), ready, awaited)
         self._jobs.append(job)
         self.tasks.append((stream, name, -1, -1, kind))
         return number
@@ -106,7 +106,7 @@ class SettlingEngine(Engine):
         """Places all tasks, and records what they allocate."""
         under_way, self.in_flight = self.in_flight, []
         carried = _jobs_of(under_way)
-        queues: dict[str, list[_Job]] = {}
+        queues: dict[str, list[_QueuedTask]] = {}
         for job in reversed([*carried, *self._jobs]):  # so that a queue's first job ends its list
             queues.setdefault(job.stream, []).append(job)
         now = 0.0
@@ -119,9 +119,9 @@ class SettlingEngine(Engine):
         for asked in self._asked:
             super().allocate(*asked)
 
-    def _go_on(self, queues: dict[str, list[_Job]], now: float) -> float:
+    def _go_on(self, queues: dict[str, list[_QueuedTask]], now: float) -> float:
         """To the next event: a job ends, or one is ready to start; when that is."""
-        active, coming = list[_Job](), list[float]()
+        active, coming = list[_QueuedTask](), list[float]()
         for queue in queues.values():
             job = queue[-1]
             if job.start_ns is None and (ready := job.ready_ns()) <= now:
@@ -141,7 +141,7 @@ class SettlingEngine(Engine):
                     del queues[job.stream]
         return now + step
 
-    def _paces(self, active: Sequence[_Job]) -> list[float]:
+    def _paces(self, active: Sequence[_QueuedTask]) -> list[float]:
         """How many times as long each takes as alone."""
         sent = [job for job in active if job.stream != COMPUTE]
         beside = Counter(job.level for job in sent)
@@ -149,10 +149,10 @@ class SettlingEngine(Engine):
         slowed = 1.0 if first is None else self._slowdowns.get(first.level, 1.0)
         return [slowed if job.stream == COMPUTE else float(beside[job.level]) for job in active]
 
-    def _slows(self, job: _Job) -> bool:
+    def _slows(self, job: _QueuedTask) -> bool:
         return job.level in self._slowdowns or job.level != job.stream
 
-    def _start(self, job: _Job, now: float) -> None:
+    def _start(self, job: _QueuedTask, now: float) -> None:
         job.start_ns = now
         if job.stream == COMPUTE:
             self._launch_until(job.release_ns)
@@ -166,7 +166,7 @@ class SettlingEngine(Engine):
             self.tasks.append((COMPUTE, "launch", self.free_ns, host_ns, self.kind))
             self.free_ns = host_ns
 
-    def _end(self, job: _Job, now: float) -> None:
+    def _end(self, job: _QueuedTask, now: float) -> None:
         job.end_ns = now
         start, end = round(_begin_of(job)), round(now)
         if job.number is not None:
@@ -179,26 +179,28 @@ class SettlingEngine(Engine):
             self.in_flight.append((start, end, self._slowdowns.get(job.level, 1.0), job.stream))
 
 
-def _begin_of(job: _Job) -> float:
+def _begin_of(job: _QueuedTask) -> float:
     assert job.start_ns is not None
     return job.start_ns
 
 
-def _end_of(job: _Job) -> float:
+def _end_of(job: _QueuedTask) -> float:
     return job.end_ns
 
 
-def _jobs_of(under_way: Sequence[Flight]) -> list[_Job]:
+def _jobs_of(under_way: Sequence[Flight]) -> list[_QueuedTask]:
     """What an earlier pass has under way, with the work that is left of each: it had its share of the level."""
     jobs = [
-        _Job(None, link, level_of(link), "", "", 0.0, max(0, start), (), float(start) if start <= 0 else None)
+        _QueuedTask(None, link, level_of(link), "", "", 0.0, max(0, start), (), float(start) if start <= 0 else None)
         for start, _, _, link in under_way
     ]  # fmt: skip
-    edges: dict[int, tuple[list[_Job], list[_Job]]] = defaultdict(lambda: ([], []))  # that start and that end then
+    edges: dict[int, tuple[list[_QueuedTask], list[_QueuedTask]]] = defaultdict(
+        lambda: ([], [])
+    )  # that start and that end then
     for job, (start, end, _, _) in zip(jobs, under_way, strict=True):
         edges[max(0, start)][0].append(job)
         edges[end][1].append(job)
-    active = list[_Job]()
+    active = list[_QueuedTask]()
     for (time, (begun, _)), (later, (_, ended)) in pairwise(sorted(edges.items())):
         active += begun
         beside = Counter(job.level for job in active)

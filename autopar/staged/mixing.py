@@ -42,12 +42,17 @@ def mixed(layered: Layered, found: Sequence[EstimatedStages], clock: Clock) -> l
     ):
         return []
     until = clock.part(MIXED_SHARE)
-    best = sorted((c for c in found if c.peak_bytes <= layered.admitted), key=lambda c: c.step_ns)[:KEPT_MORE]
-    more = [fewer for candidate in best if (fewer := keeping_more(layered, candidate, layered.admitted))]
+    more = kept_more(layered, found, layered.admitted)
     for count in _best_counts(layered, found):
         if not until.is_over:
             more += _of_count(layered, [c for c in found if c.microbatches == count])
     return [candidate for candidate in more if layered.allows(candidate)]
+
+
+def kept_more(layered: Layered, found: Sequence[EstimatedStages], admitted: int) -> list[EstimatedStages]:
+    """The best of those that fit, with fewer layers computed again: as few as so many bytes allow."""
+    best = sorted((c for c in found if c.peak_bytes <= layered.admitted), key=lambda c: c.step_ns)[:KEPT_MORE]
+    return [fewer for candidate in best if (fewer := keeping_more(layered, candidate, admitted))]
 
 
 def _best_counts(layered: Layered, found: Sequence[EstimatedStages]) -> list[int]:

@@ -63,6 +63,7 @@ class StageTemplates:
         many times the best estimate what is estimated further may take at least."""
         self.looks, self.layered, self.mesh = looks, looks.layered, looks.layered.request.mesh
         self.one_stage, self.near = one_stage, near
+        self._stored = (*_ZERO, 0) if one_stage else _ZERO
         self.best_ns, self._least_of_tp = looks.bound_ns, NEVER
         self._is_slow = False  # whether what was estimated last is, with nothing computed again
 
@@ -204,7 +205,7 @@ class StageTemplates:
             if divisible(self.layered.folded.graph, microbatches):
                 sizes = {name: count for name, count in (("dp", dp // ep), ("ep", ep), ("tp", tp)) if count > 1}
                 axes = make_axes(tuple(sizes), tuple(sizes.values()))
-                for zero in (_ZERO_ALONE if stages == 1 else _ZERO) if dp > 1 else (0,):
+                for zero in (_ZERO_ALONE if stages == 1 else self._stored) if dp > 1 else (0,):
                     yield Setting(axes, size, stages, microbatches, zero, splits_sequence=tp > 1)
 
     def _least_ns(self, kind: StageKind, setting: Setting) -> int:

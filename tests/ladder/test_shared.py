@@ -46,3 +46,17 @@ def test_placements_that_are_free_are_of_one_batch() -> None:
     assert one.is_home(Setting(axes, 4, 1, 4, 1)) and not other.is_home(Setting(axes, 4, 1, 2, 1))
     assert one.is_home(Setting(axes, 4, 1, 4)) and other.is_home(Setting(axes, 4, 1, 4))
     assert RungLayers(second, request(1, 4), at_home=True).is_home(Setting(axes, 4, 1, 2, 1))
+
+
+def test_a_rung_that_is_short_of_memory_computes_no_more_layers_again_than_it_must() -> None:
+    """Estimates of templates are of all layers alike."""
+    with torch.device("meta"):
+        model, tokens = llama.build(CONFIG).to(torch.bfloat16), torch.empty((16, 256), dtype=torch.long)
+    found = autopar.ladder(
+        model, {"tokens": tokens, "labels": tokens}, [request(1, 4).mesh], check=False, memory_limit=60_000_000
+    )
+    plan = found.rungs[0].plan
+    assert plan is not None and found.rungs[0].how == "shared"
+    again = {name.split(".")[1] for name in plan.recompute}
+    assert 0 < len(again) < CONFIG.num_layers
+    assert 0.9 * 60_000_000 < plan.predicted.peak_bytes <= 60_000_000
