@@ -116,13 +116,17 @@ class Climb:
         return [*looks.candidates, *different.values()]
 
     def _in_turn(self, found: Sequence[Estimated]) -> list[Estimated]:
-        """The fastest, those that fit surely, and the fastest of each number of stages and each tensor parallelism."""
+        """The fastest, that of one stage, those that fit surely, and the fastest of each number of stages and each
+        tensor parallelism."""
+        alone = [one for one in found if one.setting.num_stages == 1][:1]
         near = [one for one in found if one.step_ns <= NEAR * min(one.step_ns for one in found[:1])]
         most = max((self.odds(one.peak_bytes) for one in near), default=0.0)
         surely = [one for one in near if self.odds(one.peak_bytes) == most]
         shapes = {_shape(one.setting): one for one in reversed(near)}
         of_shapes = sorted(shapes.values(), key=lambda one: one.step_ns)
-        ordered = {(one.setting, one.recompute): one for one in (*near[:1], *surely[:2], *of_shapes, *surely, *near)}
+        ordered = {
+            (one.setting, one.recompute): one for one in (*near[:1], *alone, *surely[:2], *of_shapes, *surely, *near)
+        }
         return [*ordered.values()][:LOOKED_AT]
 
     def _placed_anew(self, finalists: RungFinalists, note: Callable[[Tried], None]) -> list[Candidate]:

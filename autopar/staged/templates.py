@@ -65,6 +65,7 @@ class StageTemplates:
         self.one_stage, self.near = one_stage, near
         self._stored = (*_ZERO, 0) if one_stage else _ZERO
         self.best_ns, self._least_of_tp = looks.bound_ns, NEVER
+        self._alone_ns = looks.bound_ns  # the best of one stage
         self._is_slow = False  # whether what was estimated last is, with nothing computed again
 
     def look(self) -> None:
@@ -175,7 +176,7 @@ class StageTemplates:
             for recompute in self.layered.recomputations:
                 kind = self.layered.kind(StageStrategy(known, choice, recompute))
                 self._least_of_tp = min(self._least_of_tp, self._least_ns(kind, known))
-                if self._least_ns(kind, known) > self.near * self.best_ns:
+                if self._least_ns(kind, known) > self._near_ns(known):
                     self._is_slow = recompute == next(iter(self.layered.recomputations))
                     break
                 bound = list[Setting]()
@@ -192,7 +193,12 @@ class StageTemplates:
     def _may_be_near(self, setting: Setting) -> bool:
         """Whether a setting in which all that is computed, shared out evenly, waits as little as it may is near the
         best."""
-        return self.looks.computed_ns(setting) <= self.near * self.best_ns
+        return self.looks.computed_ns(setting) <= self._near_ns(setting)
+
+    def _near_ns(self, setting: Setting) -> float:
+        """Up to what an estimate is near the best: of one stage, near those of one stage, as estimates of schedules
+        leave out what stages wait for each other."""
+        return self.near * (self._alone_ns if setting.num_stages == 1 else self.best_ns)
 
     def _on_stages(self, tp: int, ep: int, samples: int) -> Iterator[Setting]:
         """The settings on all numbers of stages that devices, layers and the batch allow."""
@@ -221,6 +227,8 @@ class StageTemplates:
             return least_ns, []
         best = min(fitting, key=lambda one: one.step_ns)
         self.best_ns = min(self.best_ns, best.step_ns)
+        if way.setting.num_stages == 1:
+            self._alone_ns = min(self._alone_ns, best.step_ns)
         return least_ns, [Estimated(best.step_ns, best.peak_bytes, way.setting, way.recompute)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
@@ -60,3 +61,15 @@ def test_a_rung_that_is_short_of_memory_computes_no_more_layers_again_than_it_mu
     again = {name.split(".")[1] for name in plan.recompute}
     assert 0 < len(again) < CONFIG.num_layers
     assert 0.9 * 60_000_000 < plan.predicted.peak_bytes <= 60_000_000
+
+
+def test_estimates_of_schedules_do_not_hide_one_stage() -> None:
+    """They leave out what stages wait for each other: by a fifth, where launches bind."""
+    mesh, config = request(1, 4).mesh, dataclasses.replace(CONFIG, num_layers=8)
+    with torch.device("meta"):
+        model, tokens = llama.build(config).to(torch.bfloat16), torch.empty((64, 256), dtype=torch.long)
+    inputs = {"tokens": tokens, "labels": tokens}
+    found = autopar.ladder(model, inputs, [mesh], check=False)
+    template = autopar.template_plan(model, mesh, inputs, dp=4, zero=1, check=False)
+    assert found.rungs[0].step_ns is not None
+    assert found.rungs[0].step_ns <= template.predicted.step_time_ns
