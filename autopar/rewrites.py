@@ -36,6 +36,7 @@ from autopar.substitute import (
     rows,
     sequences,
     substituted,
+    triangles,
 )
 from autopar.substitute.lifting import lifted
 from autopar.substitute.masks import RULE, STATEMENT, under_causal_masks, without_masks
@@ -119,14 +120,21 @@ def _on_whole(graph: Graph, found: GraphCandidate, pricer: Pricer) -> list[Graph
 
 
 def with_causal_attention(graph: Graph, constraints: Sequence[Constraint]) -> tuple[Graph, tuple[Substitution, ...]]:
-    """The graph whose attention operators know that they are causal, and the substitution that says so, if any: of all
-    that a search finds, so that none is chosen for masks that nobody has to read. What constraints speak of stays."""
-    pinned = pinned_tensors(graph, constraints)
-    names = tuple(name for name in under_causal_masks(graph) if pinned.isdisjoint(graph.node_by_name[name].results))
-    if not names:
-        return graph, ()
-    modules = tuple(graph.node_by_name[name].scope.module for name in names)
-    return without_masks(graph, names), (Substitution(RULE, STATEMENT, "proved", "", modules, names, {}),)
+    """The graph whose attention operators know that they are causal, and the substitutions that say so, if any: of all
+    that a search finds, so that none is chosen for masks that nobody has to read. Where attention is written out, its
+    mask is that of one sample. What constraints speak of stays."""
+    steps = list[Substitution]()
+    for rule, statement, found, told in (
+        (RULE, STATEMENT, under_causal_masks, without_masks),
+        (triangles.RULE, triangles.STATEMENT, triangles.under_expanded_masks, triangles.with_triangles),
+    ):
+        pinned = pinned_tensors(graph, constraints)
+        names = tuple(name for name in found(graph) if pinned.isdisjoint(graph.node_by_name[name].results))
+        if names:
+            modules = tuple(graph.node_by_name[name].scope.module for name in names)
+            steps.append(Substitution(rule, statement, "proved", "", modules, names, {}))
+            graph = told(graph, names)
+    return graph, tuple(steps)
 
 
 def in_chunks(graph: Graph, chunks: int) -> tuple[Graph, tuple[Substitution, ...]]:
@@ -209,7 +217,8 @@ def under_routing(
 
 def _replayed(graph: Graph, steps: tuple[Substitution, ...]) -> Graph:
     told = {
-        RULE: without_masks, rows.RULE: rows.with_rows, sequences.RULE: sequences.with_sequences,
+        RULE: without_masks, triangles.RULE: triangles.with_triangles, rows.RULE: rows.with_rows,
+        sequences.RULE: sequences.with_sequences,
         sequences.RING_RULE: sequences.with_rings, sequences.GATHER_RULE: sequences.with_gathers,
         exchanges.RULE: exchanges.in_chunks, exchanges.LOAD_RULE: exchanges.by_load,
         exchanges.SLICE_RULE: exchanges.by_slices, exchanges.REPLICA_RULE: exchanges.with_replicas,

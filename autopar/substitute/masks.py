@@ -34,8 +34,8 @@ def under_causal_masks(graph: Graph) -> tuple[str, ...]:
     if not masked:
         return ()
     constants = Constants(graph)
-    is_causal = {name: _is_causal(constants[name]) for name in {_mask(node) or "": None for node in masked}}
-    return tuple(node.name for node in masked if is_causal[_mask(node) or ""])
+    causal = {name: is_causal(constants[name]) for name in {_mask(node) or "": None for node in masked}}
+    return tuple(node.name for node in masked if causal[_mask(node) or ""])
 
 
 def without_masks(graph: Graph, names: Sequence[str]) -> Graph:
@@ -70,7 +70,8 @@ def _causal(node: Node) -> Node:
     return replace(node, args=(*node.args[:3], None, dropout, True), kwargs=kwargs)
 
 
-def _is_causal(mask: Value) -> bool:
+def is_causal(mask: Value) -> bool:
+    """Whether a constant is the causal mask, of booleans or of what is added to scores."""
     if isinstance(mask, Tensor):
         return mask.dim() > 1 and all(map(_is_triangle, _distinct(mask)))
     return isinstance(mask, Intervals) and mask.is_causal
