@@ -125,7 +125,9 @@ class Subject:
             self.model.zero_grad()
         with rt.reference_dropout():
             second = self._step(nullcontext(), largest)
-        self.model.load_state_dict(self.state)
+        self.model.load_state_dict(self.state, strict=False)  # it has buffers that are not saved, too
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(self.state[name])
         return first, second, rate, largest.found if largest.has_sixteenths else math.inf
 
     @property
