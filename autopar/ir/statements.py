@@ -46,9 +46,9 @@ Statement = Operate | Convert
 
 @dataclass(frozen=True)
 class Flat:
-    """Constants are computed once, those that something reads; the statements run each microbatch. `uses`: placements of each parameter;
-    `leaving`: what a stage makes for later ones; `values`: what an operator left of each tensor; `hosts`: for each fork
-    the module call that its branches are written in."""
+    """Constants that something reads are computed once; the statements run each microbatch. `uses`: placements of each
+    parameter; `leaving`: what a stage makes for later ones; `values`: what an operator left of each tensor; `hosts`:
+    for each fork the module call that its branches are written in."""
 
     constants: tuple[Statement, ...]
     statements: tuple[Statement, ...]
