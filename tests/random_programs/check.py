@@ -203,10 +203,12 @@ def plan_problems(
         wrong += [f"rank {rank}, second step: {text}" for text in parts.differences(second, two, False)]
     with subject.as_routed():
         submeshes = bytes_by_submesh(plan, subject.graph) if len(plan.stages) > 1 else [(range(world), predicted or {})]
-    return wrong + [text for ranks, says in submeshes for text in _wrong_bytes(ranks, says, [r[2] for r in results])]
+    return wrong + [text for ranks, says in submeshes for text in different_bytes(ranks, says, [r[2] for r in results])]
 
 
-def _wrong_bytes(ranks: range, predicted: Mapping[str, int], sent: list[Mapping[str, int]]) -> list[str]:
+def different_bytes(ranks: range, predicted: Mapping[str, int], sent: list[Mapping[str, int]]) -> list[str]:
+    """Where the first rank of a submesh handed other bytes to a collective than foretold, or the busiest one sent
+    others."""
     found = {kind: size for kind, size in sorted(sent[ranks.start].items()) if size and kind != "send"}
     busiest = max(sent[rank].get("send", 0) for rank in ranks)
     found |= {"send": busiest} if busiest else {}
