@@ -17,8 +17,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload
 from torch._functorch import eager_transforms
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.nn.modules import module as every_module

@@ -2,8 +2,8 @@
 
 Compared: the loss and its equality over ranks, each gradient, the clipped norm, all parameters and buffers at the end,
 that planning left model and inputs as they were, and the bytes that the first rank of each submesh hands to each
-collective in a step, with what the plan says (but where experts are chosen as a step goes). In float64, to 1e-6 (the norm is float32); of models that hold
-float32, to 1e-4.
+collective in a step, with what the plan says (but where experts are chosen as a step goes). In float64, to 1e-6 (the
+norm is float32); of models that hold float32, to 1e-4.
 """
 
 from __future__ import annotations

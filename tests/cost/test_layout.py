@@ -162,7 +162,12 @@ def test_chains_of_views_copy_where_torch_copies(seed: int) -> None:
         for name in node.results if node.operands else ():
             made, ours = values[name], known.permuted.get(name) or contiguous_strides(graph.tensors[name].shape)
             pairs = zip(made.shape, made.stride(), ours, strict=True)
-            assert all(theirs == own for size, theirs, own in pairs if size > 1), (node, made.shape, made.stride(), ours)
+            assert all(theirs == own for size, theirs, own in pairs if size > 1), (
+                node,
+                made.shape,
+                made.stride(),
+                ours,
+            )
         if base_name(node.op) in RESHAPES:
             before = values[node.operands[0]].untyped_storage().data_ptr()
             shares = before == values[node.results[0]].untyped_storage().data_ptr()
