@@ -53,7 +53,18 @@ def build_tree(
     root = Region("", root_class, _Cutter(blocks, depths, is_again).cut(list(statements), 0, ("", root_class)))
     _mark_borders(root, set(outputs))
     root.outputs = outputs
+    _dissolve_unread(root)
     return root
+
+
+def _dissolve_unread(region: Region) -> None:
+    """Operators by themselves that nothing reads, in a stage whose readers are in others, are never computed again."""
+    for inner in region.regions():
+        _dissolve_unread(inner)
+    unread = {id(inner) for inner in region.regions() if inner.is_again and not inner.outputs}
+    if unread:
+        items = [item.items if isinstance(item, Region) and id(item) in unread else [item] for item in region.items]
+        region.items = [item for run in items for item in run]
 
 
 def _levels(scope: Scope, inner: set[str]) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ a redistribution makes another value of the same tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.branches import Home, entering, homes, host_scopes, in_order
 from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
@@ -46,9 +46,9 @@ Statement = Operate | Convert
 
 @dataclass(frozen=True)
 class Flat:
-    """Constants are computed once; the statements run each microbatch. `uses`: placements of each parameter;
-    `leaving`: what a stage makes for later ones; `values`: what an operator left of each tensor; `hosts`: for each fork
-    the module call that its branches are written in."""
+    """Constants that something reads are computed once; the statements run each microbatch. `uses`: placements of each
+    parameter; `leaving`: what a stage makes for later ones; `values`: what an operator left of each tensor; `hosts`:
+    for each fork the module call that its branches are written in."""
 
     constants: tuple[Statement, ...]
     statements: tuple[Statement, ...]
@@ -66,6 +66,19 @@ def flatten(graph: Graph, stage: Stage, leaving: Sequence[Value] = ()) -> Flat:
     leaving: what must be there at the end of a stage, for later ones (`stages.leaving_values`).
     """
     return _Flattener(graph, stage).run(leaving)
+
+
+def with_read_constants(flat: Flat) -> Flat:
+    """Without the constants that nothing comes of: no rank computes them, or sends anything for them. A stage may make
+    some whose readers are in other stages, which make their own."""
+    needed = {*flat.outputs, *flat.mutations.values(), *flat.leaving}
+    needed.update(value for statement in flat.statements for value in statement.reads)
+    kept = list[Statement]()
+    for statement in reversed(flat.constants):
+        if not needed.isdisjoint(statement.makes):
+            needed.update(statement.reads)
+            kept.append(statement)
+    return flat if len(kept) == len(flat.constants) else replace(flat, constants=tuple(reversed(kept)))
 
 
 class _Flattener:
@@ -101,8 +114,8 @@ class _Flattener:
         }
         left = tuple(self._bring(*value) for value in leaving)
         uses = {name: tuple(dict.fromkeys(placements)) for name, placements in self.uses.items()}
-        return Flat(
-            tuple(self.constants), tuple(self.statements), outputs, mutations, uses, left, self.value, self.hosts
+        return with_read_constants(
+            Flat(tuple(self.constants), tuple(self.statements), outputs, mutations, uses, left, self.value, self.hosts)
         )
 
     def _operate(self, node: Node) -> None:

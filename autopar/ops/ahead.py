@@ -16,7 +16,7 @@ from typing import NamedTuple
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.plan import Stage
-from autopar.ir.statements import Convert, Flat, Operate, Statement, Value
+from autopar.ir.statements import Convert, Flat, Operate, Statement, Value, with_read_constants
 from autopar.ops.call import call_of
 from autopar.ops.communication import is_mean_over_samples
 from autopar.ops.local import is_microbatched
@@ -64,7 +64,7 @@ class ToldAhead:
                 statement = replace(statement, reads=())
             needed.update(statement.reads)
             kept.append(statement)
-        return replace(flat, statements=tuple(reversed(kept)))
+        return with_read_constants(replace(flat, statements=tuple(reversed(kept))))
 
     def _is_mean(self, statement: Operate) -> bool:
         if not is_mean_over_samples(call_of(self._graph, statement.node)):

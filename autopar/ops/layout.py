@@ -21,11 +21,17 @@ Strides = tuple[int, ...]
 
 RESHAPES = frozenset(["view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as"])
 _LIKE_FIRST_NAMES = """
-    scaled_dot_product_attention context_attention mul add sub div neg exp gelu silu relu tanh sigmoid clone dropout
-    pow rsqrt sqrt masked_fill where _to_copy sin cos clamp softmax
+    scaled_dot_product_attention context_attention mul add sub rsub div neg pow maximum minimum remainder fmod where
+    masked_fill _to_copy clone dropout exp expm1 exp2 log log1p log2 log10 sqrt rsqrt square reciprocal abs sign sin
+    cos tan atan sinh cosh erf floor ceil round trunc frac nan_to_num clamp clamp_min clamp_max eq ne lt le gt ge
+    logical_not gelu silu relu relu6 tanh sigmoid log_sigmoid softplus softsign elu selu celu leaky_relu hardtanh
+    hardswish hardsigmoid mish softmax log_softmax _softmax _log_softmax
 """
 _LIKE_FIRST = frozenset(_LIKE_FIRST_NAMES.split())
-_SAME = frozenset(["alias", "detach", "identity", "split", "split_with_sizes", "chunk", "slice", "narrow"])
+_SAME = frozenset([
+    "alias", "detach", "identity", "split", "split_with_sizes", "chunk", "slice", "narrow", "unsafe_split",
+    "unsafe_split_with_sizes", "tensor_split",
+])  # fmt: skip
 
 
 PRODUCTS = frozenset(["linear", "matmul"])
@@ -157,12 +163,35 @@ def view_strides(node: Node, graph: Graph, strides: Mapping[str, Strides]) -> St
     if name == "permute":
         return tuple(before[dim] for dim in argument(node, 1, "dims", ()))
     if name in _SAME and len(after) == len(before):
-        return before
-    if name == "expand" and len(after) == len(before):
+        return _sliced(node, before) if name == "slice" else before
+    if name in ("select", "unbind"):
+        return _without(before, [argument(node, 1, "dim", 0)])
+    if name == "squeeze":
+        dims = argument(node, 1, "dim", range(len(shape)))
+        return _without(before, [dim for dim in ([dims] if isinstance(dims, int) else dims) if shape[dim] == 1])
+    if name == "unsqueeze":
+        dim = argument(node, 1, "dim", 0) % len(after)
+        return (*before[:dim], shape[dim] * before[dim] if dim < len(shape) else 1, *before[dim:])
+    if name == "diagonal":
+        dims = argument(node, 2, "dim1", 0), argument(node, 3, "dim2", 1)
+        return (*_without(before, dims), sum(before[dim] for dim in dims))
+    if name == "expand":
+        shape, before = ((1,) * (len(after) - len(shape)) + whole for whole in (shape, before))
         return tuple(0 if n != m else stride for n, m, stride in zip(shape, after, before, strict=True))
     if name in _LIKE_FIRST and after[:-1] == shape[:-1] and len(after) == len(shape):
         return dense_strides(after, before)
     return None
+
+
+def _sliced(node: Node, strides: Strides) -> Strides:
+    """Every so many elements along a dim."""
+    dim, step = argument(node, 1, "dim", 0) % len(strides), argument(node, 4, "step", 1)
+    return tuple(step * stride if place == dim else stride for place, stride in enumerate(strides))
+
+
+def _without(strides: Strides, dims: Sequence[int]) -> Strides:
+    gone = {dim % len(strides) for dim in dims}
+    return tuple(stride for dim, stride in enumerate(strides) if dim not in gone)
 
 
 def _transposed(strides: Strides, first: int, second: int) -> Strides:
@@ -177,10 +206,19 @@ def contiguous_strides(shape: Shape) -> Strides:
 
 
 def dense_strides(shape: Shape, like: Strides) -> Strides:
-    """Without gaps, the dims in the order of the strides `like`."""
-    order = sorted(range(len(shape)), key=lambda dim: -like[dim])
+    """Without gaps, the dims in the order of the strides `like`; those without a stride, which are expanded, stay where
+    they are among the others (aten/src/ATen/TensorIterator.cpp, reorder_dimensions)."""
+    order = list(reversed(range(len(shape))))  # the innermost first
+    for place in range(1, len(order)):
+        for before in reversed(range(place)):
+            inner, outer = order[before], order[place]
+            if like[inner] == 0 or like[outer] == 0 or (like[inner] == like[outer] and shape[inner] <= shape[outer]):
+                continue
+            if like[inner] < like[outer]:
+                break
+            order[before], order[place], place = outer, inner, before
     strides, step = [0] * len(shape), 1
-    for dim in reversed(order):
+    for dim in order:
         strides[dim], step = step, step * shape[dim]
     return tuple(strides)
 

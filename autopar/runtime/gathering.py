@@ -44,12 +44,14 @@ class Unit:
         self.kept = [slot for slot in slots if not slot.parameter.declared.regather]
         self.regathered = [slot for slot in slots if slot.parameter.declared.regather]
         self.has_run = False  # forward, in this microbatch
+        self.is_running = False
         self.in_flight = 0  # microbatches that have run forward, and not yet backward
         self.awaits_backward = False  # in this backward pass
         self.runs_in = set[str]()  # parts of backward passes that were seen to reach it: it is prefetched in these
         self.undone = 0  # regathered leaves whose gradient is still to come in this backward pass
         self.read_outside: dict[ParameterUse, None] = {}  # regathered, asked for by something outside, in that order
         self._under_way: list[Callable[[], None]] = []
+        self._concealed: list[ParameterUse] = []  # in place, and nobody's before the block runs
 
     def launch(self) -> None:
         """Starts to convert the regathered parameters that are not in place and not under way."""
@@ -68,6 +70,8 @@ class Unit:
         """Waits for what is under way; then the leaves are in place."""
         while self._under_way:
             self._under_way.pop(0)()
+        while self._concealed:
+            self._concealed.pop().show()
 
     def release(self, *, all_slots: bool = False) -> None:
         """Frees the regathered parameters, but those that something outside this unit has asked for."""
@@ -88,7 +92,15 @@ class Unit:
         if not (self.block.mesh.progress.is_again and self.awaits_backward):
             slot.is_pinned = True
             self.read_outside[slot] = None
+            self._conceal()
         return slot.leaf
+
+    def _conceal(self) -> None:
+        """Others that came with what something outside has asked for must be asked for, too: they would not be kept."""
+        if not self.is_running:
+            self._concealed = [slot for slot in self.regathered if slot.is_live and not slot.is_pinned]
+            for slot in self._concealed:
+                slot.conceal()
 
     def pin_seen(self, outputs: Iterable[Tensor]) -> None:
         """Keeps the regathered parameters, until the pass ends, whose memory the block's outputs are views of."""
@@ -244,12 +256,13 @@ class Gatherer:
             unit.has_run = True
             self._launch_following(unit)
         unit.finish()
+        unit.is_running = True
         if unit.block.is_compiled:  # which would break in two where it waits
             for slot in unit.kept:
                 self.first.fetch(slot)
 
     def _after_forward(self, unit: Unit, outputs: Any) -> None:
-        progress = unit.block.mesh.progress
+        progress, unit.is_running = unit.block.mesh.progress, False
         if progress.is_again:
             return
         self._depth -= 1

@@ -264,6 +264,10 @@ class ParameterUse:
 
     def hide(self) -> None:
         self.is_live = False
+        self.conceal()
+
+    def conceal(self) -> None:
+        """The leaf is in place, but who reads it must ask for it."""
         self.holder.__dict__.pop(self.attribute, None)
 
 

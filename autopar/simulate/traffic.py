@@ -92,15 +92,26 @@ class _Runs:
     def __init__(self, graph: Graph, stage: StagePlan, leaving: Sequence[Value]) -> None:
         self._microbatches, self._left = stage.microbatches, set[str | Value]()
         self._ahead = Counter[str | Value]()
-        ahead = ToldAhead(graph, stage, flatten(graph, stage, leaving)) if stage.microbatches > 1 else None
+        self._flat: Callable[[], Flat] = cache(partial(flatten, graph, stage, leaving))
+        ahead = ToldAhead(graph, stage, self._flat()) if stage.microbatches > 1 else None
         self._tells = ahead is not None and bool(ahead.told)
         if ahead is not None and self._tells:
             self._ahead.update(key_of(statement) for one in ahead.told for statement in one.makers or ())
-            self._left.update(map(key_of, (*ahead.left.constants, *ahead.left.statements)))
+            left = ahead.left
+            self._flat = lambda: left
+            self._left.update(map(key_of, left.statements))
 
     def ahead(self, key: str | Value) -> int:
         """Before the first microbatch: of an operator, by its name, or a conversion."""
         return self._microbatches * self._ahead[key]
+
+    def once(self, key: str | Value) -> int:
+        """Of what the first step keeps for all later ones: in the first, if something comes of it."""
+        return int(key in self._kept) + self.ahead(key)
+
+    @cached_property
+    def _kept(self) -> frozenset[str | Value]:
+        return frozenset(map(key_of, self._flat().constants))
 
     def forward(self, key: str | Value) -> int:
         """In all forward passes and before them."""
@@ -133,7 +144,7 @@ def _inside(graph: Graph, plan: StagePlan, runs: _Runs, rank: int = 0) -> Counte
     """What operators send inside."""
     counts: Counter[str] = Counter()
     known, place, folded = homes(plan), coordinates_of(plan, rank), folded_tensors(graph)
-    reached = reached_tensors(graph) if plan.mode == "train" else set()
+    reached, once = reached_tensors(graph) if plan.mode == "train" else set(), computed_once(graph, plan)
     recomputation = Recomputation(graph, plan, partial(flatten, graph, plan), reached)
     for node in graph.nodes:
         if is_idle(known.get(node.name), place) or not folded.isdisjoint(node.results):
@@ -142,6 +153,7 @@ def _inside(graph: Graph, plan: StagePlan, runs: _Runs, rank: int = 0) -> Counte
         trains = not reached.isdisjoint(node.results)
         again = recomputation.computes_again(node.name)
         times = runs.forward(node.name) + plan.microbatches * again
+        times = runs.once(node.name) if forward and not once.isdisjoint(node.results) else times
         for inner in forward:
             counts[inner.collective] += inner.num_bytes * times
         for inner in backward if trains else ():
@@ -178,7 +190,7 @@ def _step_counts(
     trains = name in reached and _brings_gradient(graph, plan, redistribute, reached)
     stored = graph.stored_by_tensor.get(name)
     if name in once and not is_cut(plan, redistribute.target):
-        return 1 + runs.ahead((name, redistribute.target)), 0  # in the first step; the later ones keep the result
+        return runs.once((name, redistribute.target)), 0
     if stored is None or stored.kind != "parameter":
         again = recomputation.converts_again((name, redistribute.target))
         forward = runs.forward((name, redistribute.target)) + plan.microbatches * again

@@ -465,7 +465,7 @@ def _argument(value: Any, call: fx.Node) -> Any:
         return Atom("layout", str(value).removeprefix("torch."))
     if isinstance(value, torch.memory_format):
         return Atom("memory_format", str(value).removeprefix("torch."))
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
         return value
     raise TraceError(
         f"expected tensors and plain values as arguments of {call.target}, found {type(value).__name__} at\n  "

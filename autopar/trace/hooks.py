@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch._functorch import eager_transforms
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
@@ -75,6 +76,9 @@ def hooks_kept(model: nn.Module, hooks: Hooks, with_gradients: bool) -> Iterator
         (BackwardHook, "setup_output_hook", _after_module if with_gradients else lambda own, output: output),
         (torch.autograd, "grad", _without_backward(torch.autograd.grad)),
         (torch.autograd, "backward", _without_backward(torch.autograd.backward)),
+        (eager_transforms, "grad_increment_nesting", _no_derivative),
+        (eager_transforms, "jvp_increment_nesting", _no_derivative),
+        (torch.autograd.forward_ad, "enter_dual_level", _no_derivative),
         (saved, "__enter__", _no_saved_hooks),
         (saved, "__exit__", lambda *_: None),
     ]
@@ -170,6 +174,15 @@ def _without_backward(own: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return function
+
+
+def _no_derivative(*_: Any) -> NoReturn:
+    """Before torch begins one: an export that ends inside of it leaves torch unable to begin another."""
+    raise TraceError(
+        f"expected a forward that computes no gradients, found a derivative of torch.func or torch.autograd.forward_ad "
+        f"at\n  {user_line(sys._getframe(1))}\nWrite the derivative out with torch's operators, or train this model on "
+        "one device."
+    )
 
 
 def _no_saved_hooks(hooks: Any) -> None:

@@ -37,7 +37,9 @@ _ROW_BY_ROW = frozenset((
     "add", "sub", "subtract", "rsub", "mul", "multiply", "neg", "negative", "abs", "absolute", "square", "pow", "clamp",
     "clamp_min", "clamp_max", "float", "double", "half", "bfloat16", "long", "to", "type_as", "detach", "clone",
     "contiguous", "relu", "gelu", "silu", "tanh", "sigmoid", "softplus", "linear", "layer_norm", "rms_norm", "eq", "ne",
-    "logsigmoid", "elu", "leaky_relu", "mish",
+    "logsigmoid", "elu", "leaky_relu", "mish", "selu", "hardtanh", "hardswish", "relu6", "softsign", "exp", "expm1",
+    "log", "log1p", "log2", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "erf", "sign", "round", "floor", "nan_to_num",
+    "minimum", "maximum", "zeros_like", "ones_like",
 ))  # fmt: skip
 _WITH_MATRICES = frozenset(("linear", "matmul"))
 _ALONG = frozenset(("log_softmax", "softmax", "sum", "mean", "logsumexp", "argmax"))

@@ -1,8 +1,9 @@
 """Plans a model's step, runs it on all ranks, and compares three SGD steps with the eager model.
 
 Compared: the loss and its equality over ranks, each gradient, the clipped norm, all parameters and buffers at the end,
-that planning left model and inputs as they were. In float64, to 1e-6 (the norm is float32); of models that hold
-float32, to 1e-4.
+that planning left model and inputs as they were, and the bytes that the first rank of each submesh hands to each
+collective in a step, with what the plan says (but where experts are chosen as a step goes). In float64, to 1e-6 (the
+norm is float32); of models that hold float32, to 1e-4.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -30,9 +31,13 @@ import autopar
 from autopar import runtime as rt
 from autopar.cost.files import profiles_folder
 from autopar.errors import AutoparError, InternalError
+from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.program import load_source, model_state
+from autopar.simulate import traffic
 from tests.constructs.models import Model, loaded
 from tests.constructs.written import Written
+from tests.equivalence.predicted import bytes_by_submesh
+from tests.random_programs.check import by_collective, different_bytes
 from tests.random_programs.world import thread_world
 from tests.traced import traced_once
 
@@ -93,6 +98,7 @@ class Record:
 
     steps: tuple[tuple[Tensor, Mapping[str, Tensor], Tensor], ...]
     state: Mapping[str, Tensor]
+    sent: Mapping[str, int] = field(default_factory=dict)  # bytes of the first step by collective
 
 
 Run = Callable[[Callable[..., Any], tuple[Any, ...]], list[Any]]
@@ -122,7 +128,7 @@ def judged(model: Model | Written, plan: str, run: Run = run_in_threads) -> Verd
             results = run(train, args)
         except Exception as error:
             return Verdict(CRASHED, _told(error, "the run"))
-    wrong += differences(expected, results)
+    wrong += differences(expected, results) + wrong_bytes(program, [rank.sent for rank in results])
     return Verdict(WRONG, "\n".join(wrong)) if wrong else Verdict(EQUAL)
 
 
@@ -281,17 +287,19 @@ def train(
     built = rt.build(load_source(program).Program, None, "cpu")
     built.init_from(state, broadcast=False)
     optimizer = torch.optim.SGD(_trainable(built), lr=RATE, momentum=MOMENTUM)
-    steps = []
+    steps, sent = [], dict[str, int]()
     for _ in range(STEPS):
         optimizer.zero_grad()
         rt.seed_dropout(0)
-        loss = built.train_step(**copy.deepcopy(inputs))
+        with rt.count_bytes() as counted:
+            loss = built.train_step(**copy.deepcopy(inputs))
+        sent = sent or by_collective(counted)
         gradients = {key: value.clone() for key, value in built.full_gradients().items()}
         norm = built.clip_grad_norm_(MAX_NORM)
         optimizer.step()
         steps.append((loss.detach().clone(), gradients, norm.detach().clone()))
     own = {key: _local(buffer).clone() for key, buffer in built.named_buffers()}
-    return Record(tuple(steps), own | {key: value.clone() for key, value in built.full_state_dict().items()})
+    return Record(tuple(steps), own | {key: value.clone() for key, value in built.full_state_dict().items()}, sent)
 
 
 def _trainable(built: nn.Module) -> list[Tensor]:
@@ -324,6 +332,16 @@ def differences(expected: Record, ranks: list[Record]) -> list[str]:
         elif not _near(value, held[name], max(_norm(value), 1e-2)):
             wrong.append(f"after {STEPS} steps: {name} is {_short(held[name])}, expected {_short(value)}")
     return wrong
+
+
+def wrong_bytes(program: autopar.PlannedProgram, sent: list[Mapping[str, int]]) -> list[str]:
+    """Where ranks handed other bytes to collectives than the plan says."""
+    graph, plan = program._graph, program.plan
+    if any(node.op == ROUTED_EXPERTS for node in graph.nodes):
+        return []
+    if len(plan.stages) == 1:
+        return different_bytes(range(len(sent)), traffic(graph, plan), sent)
+    return [text for ranks, says in bytes_by_submesh(plan, graph) for text in different_bytes(ranks, says, sent)]
 
 
 def _step_differences(

@@ -1,6 +1,7 @@
 """Each listed line alone under each plan of its kind: python -m tests.constructs.listed [--kind routing] [TEXT …]
 
-Of `positions` and `families`, plans that split sequences; of `routings`, plans whose ranks share experts. What is wrong
+Of `positions` and `families`, plans that split sequences; of `routings`, plans whose ranks share experts; of
+`practice`, whole models, plans of any kind. What is wrong
 or crashes is printed whole, what is refused in one line. Ends with 1 when a case was wrong or crashed.
 """
 
@@ -11,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from tests.constructs import families, positions, routings
+from tests.constructs import families, positions, practice, routings
 from tests.constructs.check import CRASHED, REFUSED, WRONG, Verdict, judged
 from tests.constructs.written import Written
 
@@ -20,9 +21,10 @@ PLANS = {
     "position": ("gather", "ring", "heads", "ring zero3", *WHOLE[1:]),
     "family": ("gather", "ring", "heads", "ring zero3"),
     "routing": ("exchange", "exchange in chunks", "exchange of microbatches", *WHOLE),
+    "practice": ("zero3", "tp", "dp", "recompute", "microbatches", "stages", "samples"),
 }
-LISTED = {"position": positions.CASES, "family": families.CASES, "routing": routings.CASES}
-EVERY = {"position": 22, "family": 40, "routing": 22}
+LISTED = {"position": positions.CASES, "family": families.CASES, "routing": routings.CASES, "practice": practice.CASES}
+EVERY = {"position": 22, "family": 40, "routing": 22, "practice": 12}
 """How many models stand for each that is run with the suite."""
 Listed = tuple[Written, str]
 """A model, and the plan that it is run in."""

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from autopar.ir.graph import Node, Ref
-from autopar.ops.layout import copied, copied_operands, dense_strides, reshaped_strides, strides_of_part
+from autopar.ops.call import base_name
+from autopar.ops.layout import (
+    RESHAPES,
+    contiguous_strides,
+    copied,
+    copied_operands,
+    dense_strides,
+    reshaped_strides,
+    strides_of_part,
+)
 from autopar.trace import trace
 from models import gpt, llama
+from tests.trace.interpret import run_graph
 
 
 @st.composite
@@ -96,3 +112,63 @@ def test_attention_heads_are_joined_by_copying_where_queries_were_put_together()
     """Rotary positions concatenate queries, which are contiguous then; GPT's are a view of the projection."""
     joined = [copied(trace(m.build(m.Config()), m.example_inputs(m.Config()))).reshapes for m in (gpt, llama)]
     assert [len(names) for names in joined] == [0, llama.Config().num_layers]
+
+
+class Chain(nn.Module):
+    """Views one after the other, then a reshape; gradients flow."""
+
+    def __init__(self, chain: Sequence[Callable[[Tensor], Any]]) -> None:
+        super().__init__()
+        self.chain, self.factor = chain, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.factor
+        for view in self.chain:
+            x = view(x)
+        return x.reshape(-1).sum() + x.reshape(*x.shape[:-2], -1).square().sum()
+
+
+VIEWS: list[Callable[[Tensor], Any]] = [
+    lambda x: x.transpose(0, 1),
+    lambda x: x.transpose(-1, -2),
+    lambda x: x.permute(*range(1, x.dim()), 0),
+    lambda x: x.select(0, x.size(0) - 1) if x.dim() > 3 else x,
+    lambda x: x.select(-1, 0) if x.dim() > 3 else x,
+    lambda x: x.unbind(1)[0] if x.dim() > 3 else x,
+    lambda x: x.unsqueeze(1),
+    lambda x: x.unsqueeze(-1),
+    lambda x: x.squeeze(),
+    lambda x: x.squeeze(1),
+    lambda x: x[..., ::2, :],
+    lambda x: x.chunk(2, -1)[-1],
+    lambda x: x.diagonal(0, 0, 2) if x.dim() > 3 else x,
+    lambda x: x.expand(2, *x.shape) if x.dim() < 5 else x,
+    lambda x: x.clamp_min(-1.0),
+    lambda x: F.softplus(x),
+    lambda x: x.contiguous(),
+    lambda x: x.view(2, -1, *x.shape[1:]) if x.dim() < 5 and x.size(0) % 2 == 0 else x,
+]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_chains_of_views_copy_where_torch_copies(seed: int) -> None:
+    """Heads of one projection that unbind takes apart were said to be copied, of rows that select picks the reshape
+    was said to be a view."""
+    rng = random.Random(seed)
+    model, x = Chain(rng.choices(VIEWS, k=6)), torch.randn(4, 6, 2, 8)
+    graph = trace(model, (x,))
+    values, known = run_graph(graph, model, {"x": x}), copied(graph)
+    for node in graph.nodes:
+        for name in node.results if node.operands else ():
+            made, ours = values[name], known.permuted.get(name) or contiguous_strides(graph.tensors[name].shape)
+            pairs = zip(made.shape, made.stride(), ours, strict=True)
+            assert all(theirs == own for size, theirs, own in pairs if size > 1), (
+                node,
+                made.shape,
+                made.stride(),
+                ours,
+            )
+        if base_name(node.op) in RESHAPES:
+            before = values[node.operands[0]].untyped_storage().data_ptr()
+            shares = before == values[node.results[0]].untyped_storage().data_ptr()
+            assert shares == (node.name not in known.reshapes)

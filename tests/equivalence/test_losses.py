@@ -184,6 +184,12 @@ def squares(net: Tokens, h: Tensor, y: Tensor, m: Tensor, t: Tensor) -> Tensor:
     return (error**2).mean() + 0.1 * error.abs().sum() + (1 - error).mul(0.5).mean(0)
 
 
+def robust(net: Tokens, h: Tensor, y: Tensor, m: Tensor, t: Tensor) -> Tensor:
+    error = (net.number(h) - t)[m]
+    scale = (error.square() + 1).log().sqrt() + torch.maximum(error.exp().reciprocal(), torch.ones_like(error))
+    return F.huber_loss(error, torch.zeros_like(error), delta=0.5) + (error.sin() * scale.rsqrt()).mean()
+
+
 def ctc(net: Tokens, h: Tensor, y: Tensor, m: Tensor, t: Tensor) -> Tensor:
     """Of targets one after another, which the mask leaves anywhere in a sample's row; in each of the reductions."""
     frames, lengths = torch.full_like(y[:, 0], h.shape[1]), m.sum(-1)
@@ -212,6 +218,7 @@ ROWS: dict[str, Callable[..., Tensor]] = {
     "select": lambda net, h, y, m, t: torch.masked_select((net.number(h) - t) ** 2, m).mean(),
     "select sum": lambda net, h, y, m, t: (net.number(h) - t).abs().masked_select(m & (t > 0)).sum() / m.sum(),
     "squares": squares,
+    "robust": robust,
     "ctc": ctc,
     "rows": lambda net, h, y, m, t: net.scores(h)[m].pow(2).mean(-1).mean() + net.scores(h)[m].mean(0).pow(2).sum(),
     "both": lambda net, h, y, m, t: F.cross_entropy(net.scores(h)[~m], y[~m]) + F.mse_loss(net.number(h)[m], t[m]),

@@ -125,7 +125,9 @@ class Subject:
             self.model.zero_grad()
         with rt.reference_dropout():
             second = self._step(nullcontext(), largest)
-        self.model.load_state_dict(self.state)
+        self.model.load_state_dict(self.state, strict=False)  # it has buffers that are not saved, too
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(self.state[name])
         return first, second, rate, largest.found if largest.has_sixteenths else math.inf
 
     @property
@@ -201,10 +203,12 @@ def plan_problems(
         wrong += [f"rank {rank}, second step: {text}" for text in parts.differences(second, two, False)]
     with subject.as_routed():
         submeshes = bytes_by_submesh(plan, subject.graph) if len(plan.stages) > 1 else [(range(world), predicted or {})]
-    return wrong + [text for ranks, says in submeshes for text in _wrong_bytes(ranks, says, [r[2] for r in results])]
+    return wrong + [text for ranks, says in submeshes for text in different_bytes(ranks, says, [r[2] for r in results])]
 
 
-def _wrong_bytes(ranks: range, predicted: Mapping[str, int], sent: list[Mapping[str, int]]) -> list[str]:
+def different_bytes(ranks: range, predicted: Mapping[str, int], sent: list[Mapping[str, int]]) -> list[str]:
+    """Where the first rank of a submesh handed other bytes to a collective than foretold, or the busiest one sent
+    others."""
     found = {kind: size for kind, size in sorted(sent[ranks.start].items()) if size and kind != "send"}
     busiest = max(sent[rank].get("send", 0) for rank in ranks)
     found |= {"send": busiest} if busiest else {}

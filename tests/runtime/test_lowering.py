@@ -34,6 +34,12 @@ CROSS_ENTROPY = [
 ]
 
 
+def hide(logits: Tensor, target: Tensor) -> Tensor:
+    """Every other class that is not the target is hidden, as by a mask: −inf · 0 made NaN where a rank's first was."""
+    classes = torch.arange(logits.shape[1]).view(1, -1, *[1] * (logits.dim() - 2))
+    return logits.masked_fill((classes % 2 == 0) & (classes != target.unsqueeze(1)), float("-inf"))
+
+
 def cross_entropies(rank: int, world: int, sizes: dict[str, int], shape: tuple[int, ...]) -> None:
     """Samples over "dp", classes over "tp", on every setting of the options."""
     mesh = rt.make_rank_mesh(sizes)
@@ -48,11 +54,12 @@ def cross_entropies(rank: int, world: int, sizes: dict[str, int], shape: tuple[i
     for options in CROSS_ENTROPY:
         options = dict(options)
         weight = torch.rand(shape[1], generator=generator, dtype=torch.float64) if options.pop("weighted") else None
-        whole = logits.clone().requires_grad_()
+        seen = logits if options["label_smoothing"] else hide(logits, target)
+        whole = seen.clone().requires_grad_()
         expected = F.cross_entropy(whole, target, weight, **options)
         upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
         expected.backward(upstream)
-        local = part(logits, both, mesh)
+        local = part(seen, both, mesh)
         loss = rt.cross_entropy(
             local, part(target, rows, mesh), weight=weight, num_classes=shape[1], reduction_axes=samples,
             class_axes=classes, **options,

@@ -196,7 +196,7 @@ def _local_sums(shifted: Tensor, here: Tensor, column: Tensor, smoothing: float,
     """Rows to sum over the class axes: exponentials (set later), target logits, and what smoothing needs."""
     sums = shifted.new_zeros((2 + (1 if smoothing else 0) + (1 if smoothing and weight is not None else 0), len(here)))
     if shifted.size(1):
-        sums[1] = shifted.gather(1, column.unsqueeze(1)).squeeze(1) * here
+        sums[1] = shifted.gather(1, column.unsqueeze(1)).squeeze(1).where(here, 0)  # a class may be hidden: −inf · 0
     if smoothing:
         sums[2] = (shifted if weight is None else shifted * weight).sum(1)
     if smoothing and weight is not None:

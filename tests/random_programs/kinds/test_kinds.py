@@ -6,9 +6,11 @@ import random
 
 import pytest
 
+from tests.random_programs.cases import StagedCase, outcome
 from tests.random_programs.kinds.judge import judged
-from tests.random_programs.kinds.row import row
+from tests.random_programs.kinds.row import row, subject_of
 from tests.random_programs.kinds.table import GROUPS, KINDS
+from tests.random_programs.staged import random_staged_plan
 
 SAMPLE = [random.Random(f"kinds {group}").choice(rows).name for group, rows in GROUPS.items()]
 
@@ -18,6 +20,20 @@ SAMPLE = [random.Random(f"kinds {group}").choice(rows).name for group, rows in G
 def test_a_kind_of_each_group(name: str) -> None:
     found = list(judged(KINDS[name], 1, 1, 0))
     assert [text for _, text in found if text] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed", "name"),
+    [("constants", 1, "5"), ("constants", 3, "1"), ("put", 1, "4"), ("index_put_ acc dim2", 1, "13")],
+)
+def test_stages_that_make_what_nobody_reads(kind: str, seed: int, name: str) -> None:
+    """Bytes were said of conversions of constants that no rank runs, since nothing in the stage reads them; operators
+    of that kind, to be computed again by themselves, were no Python."""
+    subject = subject_of(KINDS[kind], seed)
+    name = f"{kind} {seed} staged {name}"
+    choices = random_staged_plan(subject.graph, random.Random(name))
+    assert choices is not None and any(len(stages) > 1 for stages in choices.members.values())
+    assert outcome(StagedCase(subject, choices, name)) == ""
 
 
 def test_names_are_unique() -> None:

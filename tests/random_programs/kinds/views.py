@@ -172,6 +172,20 @@ ROWS = (
     row("index_select rep", "h = h.index_select(1, torch.tensor([0, 0, 1, 2, 2, 5]))", length=6),
     row("index_copy", "h = h.index_copy(2, torch.tensor([1, 3]), h[..., :2] * 2)"),
     row("index_fill", "h = h.index_fill(1, torch.tensor([1]), 0.3)"),
+    row(
+        "constants",
+        """
+        i = torch.arange(D).flip(0)
+        w = torch.ones(T, D, dtype=h.dtype).cumsum(1) * self.scale + torch.tensor([0.5], dtype=h.dtype) @ self.table[:1]
+        h = h * (w / w.amax(1, keepdim=True))
+        h = h[:, :, i] + self.table.flip(0)[i % 3].sum(1)
+        h = h.put(torch.tensor([1, 7]), self.table.flatten()[:2].to(h.dtype))
+        """,
+        init="""
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, D), persistent=False)
+        self.table = torch.arange(3.0 * D).reshape(3, D) / D
+        """,
+    ),
     row("put", "h = h.put(torch.tensor([1, 7]), h.flatten()[:2] * 3)"),
     row("index_reduce", 'h = h.index_reduce(1, torch.tensor([0, 0, 1]), h[:, 1:4].detach(), "mean")'),
     row(
