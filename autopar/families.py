@@ -92,11 +92,11 @@ class ShortPlace(Place):
     short: DividedGraph = field(kw_only=True)
     simulator: Incremental = field(kw_only=True)
 
-    def placements_with(self, keep: Mapping[str, KeptParameter]) -> Placements:
+    def placements_with(self, keep: Mapping[str, KeptParameter], strictly: bool = False) -> Placements:
         short, rules = self.short, (*self.request.constraints, *self.short.constraints)
         found = prepare_placements(
             short.graph, short.blocks, self.draft(), self.shared_profile, self._storages, rules, short.whole,
-            short.copies, self.sends, keep,
+            short.copies, self.sends, keep, strictly=strictly,
         )  # fmt: skip
         return replace(found, graph=self.part.graph, costs=found.costs.of(self.part.graph))
 

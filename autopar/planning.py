@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from autopar.clock import Clock
+from autopar.collector import cached_method
 from autopar.cost import Profile
 from autopar.cost.profile import LEVELS
 from autopar.errors import InfeasibleError
 from autopar.intraop import (
+    SOFT_PENALTY_NS,
     KeptParameter,
     LeastMemory,
     Options,
@@ -217,13 +220,27 @@ class Place:
         """The intra-op problem."""
         return self.placements_with({})
 
-    def placements_with(self, keep: Mapping[str, KeptParameter]) -> Placements:
-        """The intra-op problem, in which these options of stored tensors stay though others are better in every way."""
+    @cached_method
+    def cheapest(self, work_s: float, seed: int, gap_limit: float) -> Placements:
+        """A problem whose cheapest choice without a limit of memory is that of `placements`, found with so much work.
+
+        A choice that breaks a soft constraint for nothing is never the cheapest: the problem has none of these options,
+        and is far smaller on several axes, where those that go together are cheaper than a constraint broken.
+        """
+        with suppress(InfeasibleError):
+            found = self.placements_with({}, strictly=True)
+            if found.unlimited(work_s, seed, gap_limit).cost < SOFT_PENALTY_NS:
+                return found
+        return self.placements
+
+    def placements_with(self, keep: Mapping[str, KeptParameter], strictly: bool = False) -> Placements:
+        """The intra-op problem, in which these options of stored tensors stay though others are better in every way.
+        strictly: as in `intraop.builder.build`."""
         return prepare_placements(
             self.part.graph, self.part.blocks, self.draft(), self.shared_profile, self._storages,
             (*self.request.constraints, *self.part.constraints), self.part.whole, self.part.copies, self.sends, keep,
             self.by_factors and self.request.mode == "train", frozenset(self.request.in_bits),
-            frozenset(self.request.in_eight_bits),
+            frozenset(self.request.in_eight_bits), strictly,
         )  # fmt: skip
 
     @cached_property

@@ -101,18 +101,19 @@ class Player:
         """None where constraints leave nothing."""
         try:
             place = self._place(placed, pp)
-            solution = place.placements.unlimited(*_SOLVE)
+            placements = place.cheapest(*_SOLVE)
+            solution = placements.unlimited(*_SOLVE)
         except AutoparError:
             return None
         whole, short, _ = self.parts(placed.microbatches)
-        self._plans[placed, pp] = place.placements.placed(place.draft(), whole.graph, solution.choice)
+        self._plans[placed, pp] = placements.placed(place.draft(), whole.graph, solution.choice)
         while len(self._plans) > KEPT_PLANS:
             del self._plans[next(iter(self._plans))]
         return Found(
-            self._layers_ns(place.placements, solution.choice), place.placements.least_step_ns(*_SOLVE),
-            place.placements.usage_of(solution.choice)[0],
+            self._layers_ns(placements, solution.choice), placements.least_step_ns(*_SOLVE),
+            placements.usage_of(solution.choice)[0],
             {
-                recompute: self._saved_bytes(place.placements, short.graph, solution.choice, recompute)
+                recompute: self._saved_bytes(placements, short.graph, solution.choice, recompute)
                 for recompute in KINDS
             },
         )  # fmt: skip
