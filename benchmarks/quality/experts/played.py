@@ -101,7 +101,7 @@ class Player:
         """None where constraints leave nothing."""
         try:
             place = self._place(placed, pp)
-            placements = place.cheapest(*_SOLVE)
+            placements = place.placements
             solution = placements.unlimited(*_SOLVE)
         except AutoparError:
             return None
@@ -133,7 +133,7 @@ class Player:
             self.blocks,
         )  # fmt: skip
         request = Request(mesh, "train", "adamw", None, tuple(rules), BUDGETS["fast"])
-        return ShortPlace(whole, axes, request, self.profile, short=short, simulator=simulator)
+        return ShortPlace(whole, axes, request, self.profile, strictly=True, short=short, simulator=simulator)
 
     def _saved_bytes(self, placements: Placements, graph: Graph, choice: Sequence[int], recompute: str) -> int:
         """What the backward pass of a microbatch reads of the forward pass, of all layers. graph: the short one."""
