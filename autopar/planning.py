@@ -54,7 +54,6 @@ from autopar.zero import (
     with_in_bits,
 )
 
-
 _GOING_TOGETHER = (2.0, 0, 0.01)
 """Work, seed and gap of the solve that says whether options that break the fewest soft constraints go together."""
 

@@ -26,6 +26,7 @@ from autopar.ir.redistribution import ItemSize, Step, is_legal
 
 Times = npt.NDArray[np.int64]
 UNREACHABLE = np.int64(1) << 52
+_TIME_BYTES, _COLUMN_BYTES = np.dtype(np.int64).itemsize, np.dtype(np.int16).itemsize
 KEPT_BYTES = 1 << 28
 """Of tables that are remembered: one of four axes takes tens of megabytes."""
 _TIE = 64  # weights are times × 64 + 1: of equal times, fewer steps
@@ -113,9 +114,9 @@ class Routes:
     @property
     def num_bytes(self) -> int:
         """Of what is known: a row for each placement that was asked about, and what rows are made of."""
-        size, columns = self._space.previous.shape
-        rows = len(self._found) * size * (2 * np.dtype(np.int64).itemsize + np.dtype(np.int16).itemsize)
-        return rows + (3 * size * columns * np.dtype(np.int64).itemsize if self._found else 0)
+        size, columns = len(self._space.placements), len(self._space.types) * len(self.axes)
+        rows = len(self._found) * size * (2 * _TIME_BYTES + _COLUMN_BYTES)
+        return rows + (3 * size * columns * _TIME_BYTES if self._found else 0)
 
     def __contains__(self, placement: object) -> bool:
         """Whether the tensor has such dims, longer than one, and there are so many axes."""
@@ -216,7 +217,7 @@ class KnownRoutes:
 
     def of(self, *asked: Any) -> Routes:
         """As `Routes` of the same. What a table has found since it was last asked for is counted now."""
-        found, counted = self._known.pop(asked, None) or (Routes(*asked), 0)
+        found, counted = self._known.pop(asked) if asked in self._known else (Routes(*asked), 0)
         self._known[asked] = found, found.num_bytes
         self.num_bytes += found.num_bytes - counted
         while self.num_bytes > self.most_bytes and len(self._known) > 1:

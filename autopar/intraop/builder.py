@@ -254,7 +254,8 @@ class _Builder:
         for rule in self._matching("stored", (stored.name,), tensor):
             if rule.zero is not None:
                 kept, penalties = _of_zero_stage(kept, penalties, rule.zero)
-        return self._open(kept, penalties)
+        open_, penalties = self._open(kept, penalties)
+        return [*open_], penalties
 
     def _inputs(self) -> None:
         for name in self.graph.inputs:
@@ -334,10 +335,10 @@ class _Builder:
 
     # constraints
 
-    def _open(self, options: Sequence[_Option], penalties: list[int]) -> tuple[Sequence[_Option], list[int]]:
+    def _open(self, options: Sequence[_Option], penalties: list[int]) -> tuple[tuple[_Option, ...], list[int]]:
         """Options and their penalties; strictly, those of the least, which then is no matter of choice."""
         if not self.strictly:
-            return options, penalties
+            return tuple(options), penalties
         least = min(penalties)
         kept = tuple(option for option, penalty in zip(options, penalties, strict=True) if penalty == least)
         return kept, [0] * len(kept)
