@@ -166,6 +166,9 @@ def _checked(plan: Plan, graph: Graph) -> Plan:
 
 
 def _fitted(place: Place) -> Plan:
+    """Where no more soft constraints are broken than must be; more, where it does not fit so."""
+    with contextlib.suppress(InfeasibleError):
+        return place.part.with_traffic(replace(place, strictly=True).fit(place.request.budget.seconds))
     try:
         plan = place.fit(place.request.budget.seconds)
     except InfeasibleError:

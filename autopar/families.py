@@ -25,6 +25,7 @@ from autopar.expert_parallel import expert_axes
 from autopar.interop import block_layers, fold
 from autopar.interop.submeshes import divisors
 from autopar.intraop import SOFT_PENALTY_NS, KeptParameter, Placements, prepare_placements
+from autopar.ir.constraint import Constraint
 from autopar.ir.exchange_table import EXCHANGES
 from autopar.ir.graph import Graph, is_inside
 from autopar.ir.mesh import LogicalMesh
@@ -92,11 +93,15 @@ class ShortPlace(Place):
     short: DividedGraph = field(kw_only=True)
     simulator: Incremental = field(kw_only=True)
 
-    def placements_with(self, keep: Mapping[str, KeptParameter]) -> Placements:
-        short, rules = self.short, (*self.request.constraints, *self.short.constraints)
+    @property
+    def _rules(self) -> tuple[Constraint, ...]:
+        return (*self.request.constraints, *self.short.constraints)
+
+    def placements_with(self, keep: Mapping[str, KeptParameter], strictly: bool = False) -> Placements:
+        short = self.short
         found = prepare_placements(
-            short.graph, short.blocks, self.draft(), self.shared_profile, self._storages, rules, short.whole,
-            short.copies, self.sends, keep,
+            short.graph, short.blocks, self.draft(), self.shared_profile, self._storages, self._rules, short.whole,
+            short.copies, self.sends, keep, strictly=strictly,
         )  # fmt: skip
         return replace(found, graph=self.part.graph, costs=found.costs.of(self.part.graph))
 
@@ -421,7 +426,7 @@ class Family:
         )  # fmt: skip
         again = template_recompute(self.graph, self.paths, template.recompute)
         request = replace(self.request, constraints=(*rules, *self.request.constraints), recompute=again)
-        return ShortPlace(whole, axes, request, self.profile, short=short, simulator=simulator)
+        return ShortPlace(whole, axes, request, self.profile, strictly=True, short=short, simulator=simulator)
 
 
 def faster_templates(

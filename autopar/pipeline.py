@@ -200,6 +200,7 @@ def parallelize(
     filling = checked_filling(pad, graph, model, example_inputs, loss_fn) if pad is not None else {}
     source = emit(graph, plan, others, filling)
     ended("emit", f"{source.count(chr(10)):,} lines")
+    graph = replace(graph)  # whoever keeps the program keeps nothing of what the search has found out about it
     plan = replace(with_simulator(plan, graph), checked_against_eager=against_eager)
     if part:
         return PlannedPart(graph, checked_part(plan), source, model_state(model), Structure.of(model, example_inputs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -12,6 +13,7 @@ from autopar.cost import Profile
 from autopar.cost.profile import LEVELS
 from autopar.errors import InfeasibleError
 from autopar.intraop import (
+    SOFT_PENALTY_NS,
     KeptParameter,
     LeastMemory,
     Options,
@@ -51,6 +53,9 @@ from autopar.zero import (
     storage_options,
     with_in_bits,
 )
+
+_GOING_TOGETHER = (2.0, 0, 0.01)
+"""Work, seed and gap of the solve that says whether options that break the fewest soft constraints go together."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,9 @@ class Place:
     """A logical mesh for the graph of one microbatch. The problem is built once, whatever limits are asked for.
 
     by_factors: gradients of weights may meet as factors (`ops.factors`), where that sends less. overlap: what its plans
-    send beside computation, as another software may (`simulate.Overlap`).
+    send beside computation, as another software may (`simulate.Overlap`). strictly: no more soft constraints are broken
+    than must be: the cheapest choice is the same, of a problem that on several axes is a hundredth of the size; where
+    memory is tight, none is broken for it.
     """
 
     part: DividedGraph
@@ -138,6 +145,7 @@ class Place:
     sends: Sends | None = None
     by_factors: bool = False
     overlap: Overlap = AS_EMITTED
+    strictly: bool = False
 
     def fit(self, seconds: float, limit: int | None = None, floor: int = 0) -> Plan:
         """The best plan whose simulated peak fits; solved again under a tighter limit while it does not.
@@ -215,15 +223,21 @@ class Place:
     @cached_property
     def placements(self) -> Placements:
         """The intra-op problem."""
+        if self.strictly and any(rule.soft for rule in self._rules):
+            with suppress(InfeasibleError):
+                found = self.placements_with({}, strictly=True)
+                if found.unlimited(*_GOING_TOGETHER).cost < SOFT_PENALTY_NS:
+                    return found
         return self.placements_with({})
 
-    def placements_with(self, keep: Mapping[str, KeptParameter]) -> Placements:
-        """The intra-op problem, in which these options of stored tensors stay though others are better in every way."""
+    def placements_with(self, keep: Mapping[str, KeptParameter], strictly: bool = False) -> Placements:
+        """The intra-op problem, in which these options of stored tensors stay though others are better in every way.
+        strictly: as in `intraop.builder.build`."""
         return prepare_placements(
             self.part.graph, self.part.blocks, self.draft(), self.shared_profile, self._storages,
-            (*self.request.constraints, *self.part.constraints), self.part.whole, self.part.copies, self.sends, keep,
+            self._rules, self.part.whole, self.part.copies, self.sends, keep,
             self.by_factors and self.request.mode == "train", frozenset(self.request.in_bits),
-            frozenset(self.request.in_eight_bits),
+            frozenset(self.request.in_eight_bits), strictly,
         )  # fmt: skip
 
     @cached_property
@@ -234,10 +248,10 @@ class Place:
     @cached_property
     def options(self) -> Options:
         """All options of each decision. Raises InfeasibleError where the constraints leave none of one."""
-        rules = (*self.request.constraints, *self.part.constraints)
         part = self.part
-        graph, blocks = part.graph, part.blocks
-        return open_options(graph, blocks, self.axes, self.costs, self._storages, rules, part.whole, self.by_factors)
+        return open_options(
+            part.graph, part.blocks, self.axes, self.costs, self._storages, self._rules, part.whole, self.by_factors
+        )
 
     def work_ns(self, profile: Profile) -> Mapping[str, int]:
         """By operator, what a device computes of it in a step at least: each in its fastest strategy, nothing sent."""
@@ -251,6 +265,10 @@ class Place:
                 known[one] = prices.least_ns(graph.node_by_name[one], self.options.strategies[one])
         count = self.part.microbatches
         return {node.name: count * known[blocks.representative_node(node.name)] for node in graph.nodes}
+
+    @property
+    def _rules(self) -> tuple[Constraint, ...]:
+        return (*self.request.constraints, *self.part.constraints)
 
     @property
     def shared_profile(self) -> Profile:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,9 @@ from autopar.ir.redistribution import ItemSize, Step, is_legal
 
 Times = npt.NDArray[np.int64]
 UNREACHABLE = np.int64(1) << 52
+_TIME_BYTES, _COLUMN_BYTES = np.dtype(np.int64).itemsize, np.dtype(np.int16).itemsize
+KEPT_BYTES = 1 << 28
+"""Of tables that are remembered: one of four axes takes tens of megabytes."""
 _TIE = 64  # weights are times × 64 + 1: of equal times, fewer steps
 
 
@@ -33,7 +37,7 @@ class _Paths(NamedTuple):
 
     forward_ns: Times
     backward_ns: Times
-    last: Times
+    last: npt.NDArray[np.int16]
 
 
 class _PlacementSpace:
@@ -107,6 +111,13 @@ class Routes:
         self._space = _space(types, tuple(axis.size for axis in axes))
         self._found: dict[int, _Paths] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Of what is known: a row for each placement that was asked about, and what rows are made of."""
+        size, columns = len(self._space.placements), len(self._space.types) * len(self.axes)
+        rows = len(self._found) * size * (2 * _TIME_BYTES + _COLUMN_BYTES)
+        return rows + (3 * size * columns * _TIME_BYTES if self._found else 0)
+
     def __contains__(self, placement: object) -> bool:
         """Whether the tensor has such dims, longer than one, and there are so many axes."""
         return placement in self._space.index
@@ -161,23 +172,26 @@ class Routes:
 
     def _solve(self, rows: list[int]) -> None:
         """Finds the paths from some placements to all others."""
-        weights, size = self._weights, len(self._space.placements)
+        weights, (size, columns), count = self._weights, self._space.previous.shape, len(self._space.types)
         distances = np.full((len(rows), size), UNREACHABLE, dtype=np.int64)
         distances[np.arange(len(rows)), rows] = 0
-        last = np.zeros((len(rows), size), dtype=np.int64)
+        last = np.zeros((len(rows), size), dtype=np.int16)
         changed = True
         while changed:
             changed = False
-            for column in range(self._space.previous.shape[1]):
-                through = distances[:, self._space.previous[:, column]] + weights[:, column]
-                better = through < distances
+            for column in range(columns):
+                axis, before = divmod(column, count)
+                along = count**axis, count, size // count ** (axis + 1)  # placements by what an axis has of them
+                known, by = distances.reshape(-1, *along), last.reshape(-1, *along)
+                through = known[:, :, before : before + 1] + weights[:, column].reshape(along)
+                better = through < known
                 if better.any():
-                    np.copyto(distances, through, where=better)
-                    last[better] = column
+                    np.copyto(known, through, where=better)
+                    by[better] = column
                     changed = True
         self._add_up(rows, distances < UNREACHABLE, last)
 
-    def _add_up(self, rows: list[int], reachable: npt.NDArray[np.bool_], last: Times) -> None:
+    def _add_up(self, rows: list[int], reachable: npt.NDArray[np.bool_], last: npt.NDArray[np.int16]) -> None:
         """Sums the directions apart along the paths, from their ends to their starts, and keeps the result."""
         step_forward, step_backward = self._step_times
         starts, nodes = np.array(rows)[:, None], np.tile(np.arange(len(self._space.placements)), (len(rows), 1))
@@ -191,13 +205,33 @@ class Routes:
             self._found[row] = _Paths(forward[number], backward[number], last[number])
 
 
+class KnownRoutes:
+    """The tables that were asked for last, as many as take so many bytes: the others are made again."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.num_bytes = most_bytes, 0
+        self._known: OrderedDict[Hashable, tuple[Routes, int]] = OrderedDict()  # with the bytes that are counted
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(self, *asked: Any) -> Routes:
+        """As `Routes` of the same. What a table has found since it was last asked for is counted now."""
+        found, counted = self._known.pop(asked) if asked in self._known else (Routes(*asked), 0)
+        self._known[asked] = found, found.num_bytes
+        self.num_bytes += found.num_bytes - counted
+        while self.num_bytes > self.most_bytes and len(self._known) > 1:
+            self.num_bytes -= self._known.popitem(last=False)[1][1]
+        return found
+
+
+_known_routes = KnownRoutes(KEPT_BYTES)
+
+
 def routes(
     shape: tuple[int, ...], itemsize: ItemSize, axes: LogicalMesh, devices_per_node: int, profile: Profile,
     differentiable: bool,
 ) -> Routes:  # fmt: skip
     """The table of a tensor's redistributions; remembered, since equal tensors are many, whatever axes are called."""
     nameless = tuple(axis._replace(name="") for axis in axes)
-    return _known_routes(shape, itemsize, nameless, devices_per_node, profile, differentiable)
-
-
-_known_routes = lru_cache(maxsize=4096)(Routes)
+    return _known_routes.of(shape, itemsize, nameless, devices_per_node, profile, differentiable)

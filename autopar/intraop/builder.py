@@ -36,6 +36,7 @@ from autopar.selection.problem import INFINITE, Problem
 
 Matrix = npt.NDArray[np.int64]
 SOFT_PENALTY_NS = 10**12
+_Option = TypeVar("_Option")
 ASKED, PAYING = "asked", "paying"  # why a weight's gradient may meet as factors
 
 
@@ -100,16 +101,19 @@ def build(
     copies: Mapping[str, int] | None = None,
     keep: Mapping[str, KeptParameter] | None = None,
     by_factors: bool = False,
+    strictly: bool = False,
 ) -> Built:
     """Raises InfeasibleError naming the node whose strategies the shapes or constraints leave none of.
 
     `whole`: the graph of the step, when `graph` is that of one of its microbatches. `copies`: how many equal nodes or
     stored tensors one stands for, by name, where not one. `keep`: options of stored tensors that stay though others
     are better in every way. by_factors: gradients of weights may meet as factors, where that sends less; where a
-    constraint asks for it, they may anyway.
+    constraint asks for it, they may anyway. strictly: with those options of each decision alone that break the fewest
+    soft constraints, at no penalty: any other has one that is more than all that a step takes, so that where these go
+    together in less than that, the cheapest choice of all is among them.
     """
     builder = _Builder(
-        graph, blocks, axes, costs, storage_options, constraints, whole, copies or {}, keep or {}, by_factors
+        graph, blocks, axes, costs, storage_options, constraints, whole, copies or {}, keep or {}, by_factors, strictly
     )
     return builder.build(memory_limit)
 
@@ -134,16 +138,16 @@ def open_options(
 
     by_factors: as in `build`. Raises InfeasibleError as `build` does.
     """
-    return _Builder(graph, blocks, axes, costs, storage_options, constraints, whole, {}, {}, by_factors).options()
+    return _Builder(graph, blocks, axes, costs, storage_options, constraints, whole, {}, {}, by_factors, True).options()
 
 
 class _Builder:
     def __init__(
         self, graph: Graph, blocks: Representatives, axes: LogicalMesh, costs: Costs,
         storage_options: StorageOptions, constraints: Sequence[Constraint], whole: Graph | None,
-        copies: Mapping[str, int], keep: Mapping[str, KeptParameter], by_factors: bool,
+        copies: Mapping[str, int], keep: Mapping[str, KeptParameter], by_factors: bool, strictly: bool,
     ) -> None:  # fmt: skip
-        self.by_factors = by_factors
+        self.by_factors, self.strictly = by_factors, strictly
         self.whole, self.copies, self.keep = whole, copies, keep
         self.graph, self.blocks, self.axes, self.costs = graph, blocks, axes, costs
         self.storage_options, self.rules = storage_options, ConstraintIndex(constraints)
@@ -184,12 +188,12 @@ class _Builder:
         strategies, storages = dict[str, tuple[NodePlan, ...]](), dict[str, tuple[Storage, ...]]()
         for node in graph.nodes:
             if blocks.representative_node(node.name) == node.name:
-                kept = _least_broken(*self._strategies_of(node.name))
+                kept, _ = self._strategies_of(node.name)
                 strategies[node.name] = tuple(NodePlan(option.operands, option.results) for option in kept)
         for stored in graph.stored:
             if blocks.representative_tensor(stored.tensor) == stored.tensor:
-                storages[stored.tensor] = _least_broken(*self._storages(stored, graph.tensors[stored.tensor]))
-        inputs = {name: _least_broken(*self._input(name)) for name in graph.inputs}
+                storages[stored.tensor] = tuple(self._storages(stored, graph.tensors[stored.tensor])[0])
+        inputs = {name: tuple(self._input(name)[0]) for name in graph.inputs}
         return Options(strategies, storages, inputs)
 
     # variables
@@ -250,7 +254,8 @@ class _Builder:
         for rule in self._matching("stored", (stored.name,), tensor):
             if rule.zero is not None:
                 kept, penalties = _of_zero_stage(kept, penalties, rule.zero)
-        return kept, penalties
+        open_, penalties = self._open(kept, penalties)
+        return [*open_], penalties
 
     def _inputs(self) -> None:
         for name in self.graph.inputs:
@@ -262,7 +267,7 @@ class _Builder:
         types = [R, *(Type("S", dim) for dim in range(len(tensor.shape)))]
         every = _products(types, len(self.axes))
         options = tuple(p for p in every if leaves_none_empty(tensor.shape, p, self.axes))
-        return self._constrain("input", (name,), tensor, options, lambda option, _: [option])
+        return self._open(*self._constrain("input", (name,), tensor, options, lambda option, _: [option]))
 
     def _nodes(self) -> None:
         counts: Counter[str] = Counter()
@@ -280,7 +285,7 @@ class _Builder:
 
     def _strategies_of(self, name: str) -> tuple[Strategies, list[int]]:
         if name not in self.strategies:
-            self.strategies[name] = self._strategies(self.graph.node_by_name[name])
+            self.strategies[name] = self._open(*self._strategies(self.graph.node_by_name[name]))
         return self.strategies[name]
 
     def _enumerated(self, node: Node) -> Strategies:
@@ -329,6 +334,14 @@ class _Builder:
         return options, penalties
 
     # constraints
+
+    def _open(self, options: Sequence[_Option], penalties: list[int]) -> tuple[tuple[_Option, ...], list[int]]:
+        """Options and their penalties; strictly, those of the least, which then is no matter of choice."""
+        if not self.strictly:
+            return tuple(options), penalties
+        least = min(penalties)
+        kept = tuple(option for option, penalty in zip(options, penalties, strict=True) if penalty == least)
+        return kept, [0] * len(kept)
 
     def _matching(self, what: str, names: tuple[str, ...], tensor: Tensor) -> list[Constraint]:
         return [c for c in self.rules.matching(what, names) if len(tensor.shape) >= c.min_dims]
@@ -496,15 +509,6 @@ def _of_zero_stage(options: list[Storage], penalties: list[int], stage: int) -> 
         if any(type_.kind == "S" for option, _ in pairs for type_ in option.placement):
             return [o for o, _ in pairs], [p for _, p in pairs]
     return options, penalties
-
-
-_Option = TypeVar("_Option")
-
-
-def _least_broken(options: Sequence[_Option], penalties: Sequence[int]) -> tuple[_Option, ...]:
-    """Those that break the fewest soft constraints."""
-    least = min(penalties)
-    return tuple(option for option, penalty in zip(options, penalties, strict=True) if penalty == least)
 
 
 def _zero_agrees(option: Storage, stage: int) -> bool:

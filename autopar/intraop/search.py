@@ -43,19 +43,21 @@ def prepare_placements(
     graph: Graph, blocks: Representatives, draft: Plan, profile: Profile, storage_options: StorageOptions,
     constraints: Sequence[Constraint] = (), whole: Graph | None = None, copies: Mapping[str, int] | None = None,
     sends: Sends | None = None, keep: Mapping[str, KeptParameter] | None = None, by_factors: bool = False,
-    in_bits: frozenset[str] = frozenset(), in_eight_bits: frozenset[str] = frozenset(),
+    in_bits: frozenset[str] = frozenset(), in_eight_bits: frozenset[str] = frozenset(), strictly: bool = False,
 ) -> Placements:  # fmt: skip
     """The problem of choosing every placement for the draft (mesh, axes, microbatches, mode, optimizer).
 
     `whole`: the graph of the step, when `graph` is that of one of its microbatches. `copies`: how many equal nodes or
     stored tensors one stands for, by name, where not one. `sends`: what other stages are sent. `keep`: options of
-    stored tensors that stay though others are better in every way. by_factors: as in `builder.build`. in_bits:
-    nodes that keep bits for their backward pass; in_eight_bits: or 8 bits of each activation.
+    stored tensors that stay though others are better in every way. by_factors, strictly: as in `builder.build`.
+    in_bits: nodes that keep bits for their backward pass; in_eight_bits: or 8 bits of each activation.
     Raises InfeasibleError when the constraints leave no strategy.
     """
     costs = costs_of(graph, draft, profile, sends, in_bits, in_eight_bits)
     axes = draft.stage.axes
-    built = build(graph, blocks, axes, costs, storage_options, constraints, None, whole, copies, keep, by_factors)
+    built = build(
+        graph, blocks, axes, costs, storage_options, constraints, None, whole, copies, keep, by_factors, strictly
+    )
     entries = sum(matrix.size for matrix in built.problem.edge_costs)
     worked(BUILD_S + BUILD_NODE_S * len(graph.nodes) + BUILD_ENTRY_S * entries)
     return Placements(graph, blocks, draft, costs, built)

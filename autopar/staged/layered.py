@@ -111,7 +111,8 @@ class Layered:
                 part.graph, axes, zero, splits_sequence, tuple(self.paths), batch, sharing=sharing, kept=self.blocks
             )
             request = replace(request, constraints=(*request.constraints, *rules))
-        return Place(part, axes, request, self.profile, self._sends(axes))
+        strictly = zero is not None and bool(splits_sequence or sharing)  # others may break some to save memory
+        return Place(part, axes, request, self.profile, self._sends(axes), strictly=strictly)
 
     def place_of(self, setting: Setting) -> Place:
         """The intra-op problem of the short graph."""

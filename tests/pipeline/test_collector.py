@@ -14,6 +14,7 @@ from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from autopar.simulate import Incremental
+from autopar.step import StepSimulator
 from autopar.trace import trace
 from models import gpt
 
@@ -72,3 +73,13 @@ def _alive() -> dict[str, int]:
     """How many objects there are that simulators keep."""
     kinds = Counter(type(one).__name__ for one in gc.get_objects())
     return {name: kinds[name] for name in NAMES}
+
+
+def test_a_program_keeps_nothing_of_what_its_search_found_out() -> None:
+    config = gpt.Config(64, 16, 1, 16, 2, batch_size=4)
+    program = autopar.parallelize(
+        gpt.build(config), autopar.Mesh("h100", devices_per_node=2), gpt.example_inputs(config), search="fast"
+    )
+    assert isinstance(program.plan.simulator, StepSimulator)
+    assert not program.plan.simulator.graph.found and not program._graph.found
+    assert program.plan.timeline().step_time_ns == program.plan.predicted.step_time_ns

@@ -45,9 +45,9 @@ _AGAIN = 0.9
 """Of a block's forward pass, what is computed again at least where all of it is: not what nobody saves."""
 
 
-KEPT_PLANS, PLAYS = 64, 64
-"""Plans that are kept, and how many are played before what is known of their parts is forgotten: a grid has hundreds,
-and a plan of a large model with all its parts takes tens of megabytes."""
+KEPT_PLANS, USES = 64, 64
+"""Plans that are kept, and how many are placed or played before what is known of their graphs is forgotten: a grid has
+hundreds, and a plan of a large model with all its parts takes tens of megabytes."""
 
 
 class Found(NamedTuple):
@@ -90,29 +90,38 @@ class Player:
         self.shared = self.profile.shared_by(mesh.devices_per_node)
         self.limit = self.shared.usable_bytes
         self.parts, self.found, self.sizes = cache(self._parts), cache(self._found), cache(self._sizes)
-        self._plans, self._plays = dict[tuple[Placed, int], Plan](), 0
+        self._plans, self._uses = dict[tuple[Placed, int], Plan](), 0
 
     def _parts(self, count: int) -> tuple[DividedGraph, DividedGraph, Incremental]:
-        whole = divided(self.graph, self.blocks, count)
-        short = replace(divided(self.folded.graph, self.blocks, count), copies=self.folded.copies)
+        """Of copies of the graphs, which end with what is found out about their microbatches."""
+        whole = divided(replace(self.graph), self.blocks, count)
+        short = replace(divided(replace(self.folded.graph), self.blocks, count), copies=self.folded.copies)
         return whole, short, Incremental(whole.graph, self.shared, may_split=True)
+
+    def _use(self) -> None:
+        """Forgets what is known of graphs, now and then."""
+        self._uses += 1
+        if self._uses % USES == 0:
+            self.parts.cache_clear()
 
     def _found(self, placed: Placed, pp: int) -> Found | None:
         """None where constraints leave nothing."""
+        self._use()
         try:
             place = self._place(placed, pp)
-            solution = place.placements.unlimited(*_SOLVE)
+            placements = place.placements
+            solution = placements.unlimited(*_SOLVE)
         except AutoparError:
             return None
         whole, short, _ = self.parts(placed.microbatches)
-        self._plans[placed, pp] = place.placements.placed(place.draft(), whole.graph, solution.choice)
+        self._plans[placed, pp] = placements.placed(place.draft(), whole.graph, solution.choice)
         while len(self._plans) > KEPT_PLANS:
             del self._plans[next(iter(self._plans))]
         return Found(
-            self._layers_ns(place.placements, solution.choice), place.placements.least_step_ns(*_SOLVE),
-            place.placements.usage_of(solution.choice)[0],
+            self._layers_ns(placements, solution.choice), placements.least_step_ns(*_SOLVE),
+            placements.usage_of(solution.choice)[0],
             {
-                recompute: self._saved_bytes(place.placements, short.graph, solution.choice, recompute)
+                recompute: self._saved_bytes(placements, short.graph, solution.choice, recompute)
                 for recompute in KINDS
             },
         )  # fmt: skip
@@ -132,7 +141,7 @@ class Player:
             self.blocks,
         )  # fmt: skip
         request = Request(mesh, "train", "adamw", None, tuple(rules), BUDGETS["fast"])
-        return ShortPlace(whole, axes, request, self.profile, short=short, simulator=simulator)
+        return ShortPlace(whole, axes, request, self.profile, strictly=True, short=short, simulator=simulator)
 
     def _saved_bytes(self, placements: Placements, graph: Graph, choice: Sequence[int], recompute: str) -> int:
         """What the backward pass of a microbatch reads of the forward pass, of all layers. graph: the short one."""
@@ -249,9 +258,7 @@ class Player:
 
     def played(self, expert: Expert, until_ns: float = math.inf) -> Played:
         """Played until it must be slower than that. Raises AutoparError where it cannot be."""
-        self._plays += 1
-        if self._plays % PLAYS == 0:
-            self.parts.cache_clear()
+        self._use()
         simulator, plan = self.parts(expert.placed.microbatches)[2], self.plan(expert)
         step_ns = simulator.step_time_ns(plan, until_ns)
         return Played(expert, step_ns, simulator.peak_bytes(plan) if step_ns < until_ns else None)
