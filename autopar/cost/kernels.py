@@ -56,8 +56,9 @@ class Kernel(NamedTuple):
     """One kernel: the table that knows it, its coordinates there, its floating-point operations.
 
     typed: where it stands in tables that know one dtype, (name without the dtype, coordinates), best first. repeats:
-    kernels of that shape, one after the other. is_grouped: there may be one for all of them. is_alike: its operands are in such proportions as those of the kernels
-    that its table was made of. is_one_tile: attention of so few queries that their keys and values are read once.
+    kernels of that shape, one after the other. is_grouped: there may be one for all of them. is_alike: its operands are
+    in such proportions as those of the kernels that its table was made of. is_one_tile: attention of so few queries
+    that their keys and values are read once.
     """
 
     table: str
@@ -71,8 +72,8 @@ class Kernel(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A kernel in its table. is_typed: that table knows the call's dtype; is_inside: it was measured about there. reach:
-    the part of the memory's bandwidth that it has at most."""
+    """A kernel in its table. is_typed: that table knows the call's dtype; is_inside: it was measured about there.
+    reach: the part of the memory's bandwidth that it has at most."""
 
     table: Table
     coordinates: tuple[float, ...]
