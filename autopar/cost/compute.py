@@ -358,7 +358,8 @@ def _kernels_ns(
     )
     copied = copy_time_ns(kernels.copied_bytes // 2, profile)
     if not all(kernel.is_inside for kernel in found):
-        computed = max(computed, work.num_bytes * 1e9 / profile.facts.memory_bandwidth)
+        reach = min(kernel.reach for kernel in found)
+        computed = max(computed, work.num_bytes * 1e9 / profile.facts.memory_bandwidth / reach)
     return calls * _call_ns(caller, direction, profile) + round(computed) + summed + copied
 
 

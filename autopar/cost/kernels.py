@@ -8,7 +8,7 @@ bytes: operands that must be copied first, biases whose gradient is a sum of col
 | x (m, k) · Wᵀ (n, k) | NT (m, n, k)       | NN (m, k, n) to x, TN (n, k, m) to W |
 | a (m, k) · b (k, n) | NN (m, n, k)       | NT (m, k, n) to a, TN (k, n, m) to b |
 | batches of these    | batched (m, n, k)  | batched (m, k, n), batched (k, n, m) |
-| experts' products   | NN (m, n, k) each  | NT (m, k, n), TN (k, n, m) each |
+| experts' products   | NN (m, n, k) of all | NT (m, k, n) of all, TN (k, n, m) each |
 | attention           | by (length, width) | by the same |
 | convolution         | by (channels, filters, size, batch), 1×1 and 3×3 | by the same, to the input and to the weight |
 | strided convolution | by (channels, filters, size) | by the same |
@@ -45,6 +45,10 @@ from autopar.ops.work import (
     routed_rows,
 )
 
+GROUP_TILE = 128  # rows of an expert that a grouped product computes together
+GROUP_TIMES = 1.1  # what one product of as many rows takes
+GROUP_REACH = 0.75  # of the memory's bandwidth
+GROUP_DTYPE = "bfloat16"  # of others each product is a kernel of its own
 QUERY_TILE = 64  # rows that a tile of fused attention has at least, of all query heads that share a key and a value
 
 
@@ -52,8 +56,9 @@ class Kernel(NamedTuple):
     """One kernel: the table that knows it, its coordinates there, its floating-point operations.
 
     typed: where it stands in tables that know one dtype, (name without the dtype, coordinates), best first. repeats:
-    kernels of that shape, one after the other. is_alike: its operands are in such proportions as those of the kernels
-    that its table was made of. is_one_tile: attention of so few queries that their keys and values are read once.
+    kernels of that shape, one after the other. is_grouped: there may be one for all of them. is_alike: its operands are
+    in such proportions as those of the kernels that its table was made of. is_one_tile: attention of so few queries
+    that their keys and values are read once.
     """
 
     table: str
@@ -63,10 +68,12 @@ class Kernel(NamedTuple):
     repeats: int = 1
     is_alike: bool = True
     is_one_tile: bool = False
+    is_grouped: bool = False
 
 
 class Found(NamedTuple):
-    """A kernel in its table. is_typed: that table knows the call's dtype; is_inside: it was measured about there."""
+    """A kernel in its table. is_typed: that table knows the call's dtype; is_inside: it was measured about there.
+    reach: the part of the memory's bandwidth that it has at most."""
 
     table: Table
     coordinates: tuple[float, ...]
@@ -74,6 +81,7 @@ class Found(NamedTuple):
     is_typed: bool
     is_inside: bool
     repeats: int = 1
+    reach: float = 1.0
 
     @property
     def duration_ns(self) -> float:
@@ -136,6 +144,8 @@ def _found(kernel: Kernel, dtypes: Sequence[str], tables: Mapping[str, Table]) -
                 is_inside = is_like_known and table.holds(coordinates)
                 if name.startswith("flash"):
                     return _of_tiles(kernel, table, coordinates, is_inside)
+                if kernel.is_grouped and dtypes[0] == GROUP_DTYPE:
+                    return _of_groups(kernel, table, coordinates)
                 return Found(table, coordinates, kernel.flops, True, is_inside, kernel.repeats)
     plain = tables.get(kernel.table)
     return Found(plain, kernel.coordinates, kernel.flops, False, False) if plain else None
@@ -151,6 +161,15 @@ def _of_tiles(kernel: Kernel, table: Table, coordinates: tuple[float, ...], is_i
         more = (sequences * length / longest, longest, *others)
         at = min(coordinates, more, key=table.ns_per_flop)
     return Found(table, at, 0.0 if kernel.is_one_tile else kernel.flops, True, is_inside, kernel.repeats)
+
+
+def _of_groups(kernel: Kernel, table: Table, coordinates: tuple[float, ...]) -> Found:
+    """One kernel for all experts, of which no more have rows than there are rows."""
+    each, features, width = coordinates
+    experts = kernel.repeats * min(1.0, each)
+    rows = experts * GROUP_TILE * max(1, math.ceil(each / GROUP_TILE))
+    flops = GROUP_TIMES * 2.0 * rows * features * width
+    return Found(table, (rows, features, width), flops, True, False, 1, GROUP_REACH)
 
 
 def _product_gradients(call: WorkKey, product: Product) -> Kernels:
@@ -197,7 +216,8 @@ def _experts(call: WorkKey) -> list[tuple[int, float, int, int]]:
 
 def _group(layout: str, count: int, m: float, n: float, k: float) -> Kernel:
     """No table without a dtype knows these."""
-    return Kernel("experts", (m, n, k), 2.0 * m * n * k, ((layout, (m, n, k)),), count)
+    typed = ((layout, (m, n, k)),)
+    return Kernel("experts", (m, n, k), 2.0 * m * n * k, typed, count, is_grouped=layout != "TN" and count > 1)
 
 
 def _attention(call: WorkKey, direction: str, flops: int) -> Kernel:

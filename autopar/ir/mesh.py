@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,10 @@ LogicalMesh = tuple[Axis, ...]
 MICROBATCH = "microbatch"  # the axis, outermost, whose "ranks" are microbatches that run one after another
 MAX_AXES = 3
 MAX_DEVICES = 2**20
+#: shipped profiles of GPUs, by the words of their drivers' names
+GPU_PROFILES = (
+    "a100", "a100-40gb", "b200", "b300", "gb200", "gb300", "gh200", "h100", "h200", "l4", "l40s", "v100",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -188,11 +193,18 @@ def _profile_of(device_type: str) -> str:
         return "cpu"
     import torch
 
-    name = torch.cuda.get_device_name().lower()
-    for profile in ("h200", "h100", "a100", "v100"):
-        if profile in name:
-            return profile
-    raise MeshError(f"expected a device with a cost profile, found {name!r}; build the Mesh with a profile's name")
+    return profile_of_device(torch.cuda.get_device_name())
+
+
+def profile_of_device(name: str) -> str:
+    """The shipped profile of a GPU, by what its driver calls it: the one with most words of its own in that name
+    ("NVIDIA A100-SXM4-40GB" is `a100-40gb`, and "NVIDIA GH200 480GB" no `h200`). Raises MeshError where there is none.
+    """
+    words = set(re.split(r"[\s_-]+", name.lower()))
+    known = [profile for profile in GPU_PROFILES if set(profile.split("-")) <= words]
+    if not known:
+        raise MeshError(f"expected a device with a cost profile, found {name!r}; build the Mesh with a profile's name")
+    return max(known, key=lambda profile: profile.count("-"))
 
 
 def make_axes(names: tuple[str, ...], sizes: tuple[int, ...]) -> LogicalMesh:

@@ -26,6 +26,7 @@ from benchmarks.accuracy.gpu.plans import (
     near_devices,
     of_length,
     of_whole_layers,
+    profile_name,
     stage_layers,
     with_half_head,
 )
@@ -312,6 +313,15 @@ def test_regret_is_of_plans_that_are_not_said_to_be_tight() -> None:
     assert regret(runs) == pytest.approx(0.5)  # the first is taken; of the last, ZeRO-0 is not asked
 
 
+def test_of_plans_that_cannot_be_told_apart_the_one_with_the_fewest_turns_is_taken() -> None:
+    first, second = predicted(1.0, 3.0), predicted(1.04, 1.0)
+    first = replace(first, row=replace(first.row, pp=2, dp=first.row.dp // 2))
+    assert first.row.turns > second.row.turns
+    assert regret([first, second]) == pytest.approx(0.0)
+    assert regret([first, second], 0.0) == pytest.approx(2.0), "of the one that is predicted fastest"
+    assert regret([first, predicted(1.2, 1.0)]) == pytest.approx(2.0), "which the profile can tell from it"
+
+
 def test_a_grid_of_few_runs_has_figures_where_there_are_any() -> None:
     figures = of_grid([predicted(1.1, 1.0), predicted(0.1, None, fits=False)])
     assert figures["cells"] == 1
@@ -393,6 +403,23 @@ def test_a_racks_devices_are_near_as_many_as_make_equal_parts() -> None:
     counts = {64: 64, 128: 64, 96: 48, 72: 72, 4: 4, 2304: 72}
     assert {gpus: near_devices(replace(row, gpus=gpus)) for gpus in counts} == counts
     assert near_devices(replace(row, gpu="H100-SXM5-80GB", per_node=8)) == 8
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"), ("A100-SXM-40GB", "a100-40gb"), ("B300-SXM6-270GB", "b300"),
+        ("GB300 NVL72", "gb300"), ("gh200", "gh200"), ("GH200-96GB", "gh200"), ("H200", "h200"), ("L40S-48GB", "l40s"),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_known_by_its_kind_whatever_its_form(gpu: str, name: str) -> None:
+    assert profile_name(gpu) == name
+
+
+@pytest.mark.parametrize("gpu", ["A100-PCIe-80GB", "H100 NVL", "MI300X", "", "80GB"])
+def test_a_gpu_of_another_kind_has_no_profile(gpu: str) -> None:
+    with pytest.raises(ValueError, match="no profile is shipped"):
+        profile_name(gpu)
 
 
 def test_experts_may_be_in_every_other_layer() -> None:

@@ -54,9 +54,9 @@ def test_rows_of_a_precision_that_a_profile_does_not_know_are_listed(tmp_path: P
     (tmp_path / "models.csv").write_text(f"model,{sizes}\nmini,2,64,4,4,16,128,0,256,1\n")
     head = "id,gpu,gpus,model,precision,seq,micro_batch,global_batch,tp,pp,step_time_s"
     rows = [f"{n},{gpu},8,mini,{kind},64,1,8,1,1,1.0" for n, (gpu, kind) in enumerate(
-        [("A100-SXM4-80GB", "FP8"), ("H100-SXM5-80GB", "fp8"), ("h100", "nvfp4"), ("h100", "bf16"), ("GB300", "bf16")]
+        [("A100-SXM4-80GB", "FP8"), ("H100-SXM5-80GB", "fp8"), ("h100", "nvfp4"), ("h100", "bf16"), ("MI300X", "bf16")]
     )]  # fmt: skip
     (tmp_path / "rows.csv").write_text("\n".join([head, *rows, ""]))
     reasons = [reason_against(row, read_softwares()) for row in read_rows(tmp_path / "rows.csv")]
     assert reasons[1] == reasons[3] == ""
-    assert "no products in float8" in reasons[0] and "nvfp4" in reasons[2] and "--profile GB300" in reasons[4]
+    assert "no products in float8" in reasons[0] and "nvfp4" in reasons[2] and "--profile MI300X" in reasons[4]

@@ -13,11 +13,12 @@ import pytest
 from autopar.cost import Profile
 from autopar.cost.files import profiles_folder
 from autopar.cost.profile import Provenance, Residual, profile_from_json, profile_to_json
-from autopar.errors import ProfileError
+from autopar.errors import MeshError, ProfileError
+from autopar.ir.mesh import GPU_PROFILES, profile_of_device
 from autopar.profiler import load_profile, profile_names, template_profile
 from tests.oracles.frozen.cases import PROFILES
 
-SHIPPED = ("a100", "a100-40gb", "b200", "gb200", "h100", "h200", "l4", "l40s", "v100")
+SHIPPED = ("a100", "a100-40gb", "b200", "b300", "gb200", "gb300", "gh200", "h100", "h200", "l4", "l40s", "v100")
 
 
 def shipped_json(name: str) -> dict[str, Any]:
@@ -27,7 +28,8 @@ def shipped_json(name: str) -> dict[str, Any]:
 
 def test_shipped_profiles_have_sources_for_every_block() -> None:
     assert profile_names() == (
-        "a100-40gb", "a100-80gb", "b200", "cpu", "gb200", "h100-80gb", "h200", "l4", "l40s", "v100-16gb",
+        "a100-40gb", "a100-80gb", "b200", "b300", "cpu", "gb200", "gb300", "gh200", "h100-80gb", "h200", "l4", "l40s",
+        "v100-16gb",
     )  # fmt: skip
     for name in SHIPPED:
         profile = load_profile(name)
@@ -38,6 +40,19 @@ def test_shipped_profiles_have_sources_for_every_block() -> None:
         )
 
 
+def test_every_shipped_gpu_is_known_by_what_its_driver_calls_it() -> None:
+    assert GPU_PROFILES == SHIPPED
+    for name, profile in (
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GH200 480GB", "gh200"), ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100"), ("Tesla V100-SXM2-16GB", "v100"), ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"), ("NVIDIA B300 SXM6 AC", "b300"), ("NVIDIA GB300", "gb300"),
+    ):  # fmt: skip
+        assert profile_of_device(name) == profile
+    for name in ("NVIDIA L40", "NVIDIA GeForce RTX 4090", "Tesla P100-PCIE-16GB"):
+        with pytest.raises(MeshError, match="expected a device with a cost profile"):
+            profile_of_device(name)
+
+
 def test_the_same_name_gives_the_same_object_and_aliases_work() -> None:
     assert load_profile("h100") is load_profile("h100")
     for name, full in (("a100", "a100-80gb"), ("v100", "v100-16gb"), ("h100", "h100-80gb")):
@@ -46,9 +61,9 @@ def test_the_same_name_gives_the_same_object_and_aliases_work() -> None:
 
 def test_unknown_name_lists_the_known_and_the_remedy() -> None:
     with pytest.raises(
-        ProfileError, match=r"expected a known cost profile \(a100, .*h100.*found 'b300'.*autopar profile"
+        ProfileError, match=r"expected a known cost profile \(a100, .*h100.*found 'b400'.*autopar profile"
     ):
-        load_profile("b300")
+        load_profile("b400")
 
 
 def test_a_file_path_is_a_name(tmp_path: Path) -> None:

@@ -108,8 +108,9 @@ def test_batches_are_like_one_product_of_as_many_rows() -> None:
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "float32"])
-def test_experts_are_a_product_each_of_their_share_of_the_rows(weights: str) -> None:
-    """Eight experts of which four are here: of 512 choices 256, and what the busier of two ranks has beyond that.
+def test_experts_are_one_product_of_their_tiles_and_a_product_each_where_rows_are_summed(weights: str) -> None:
+    """Eight experts of which four are here: of 512 choices 256, and what the busier of two ranks has beyond that, of
+    each expert a tile of 128 rows.
 
     Results are float32 where the choices' weights are, as a DeepSeek's; the products are of the experts' dtype.
     """
@@ -124,9 +125,28 @@ def test_experts_are_a_product_each_of_their_share_of_the_rows(weights: str) -> 
     forward, backward = node_time_ns(node, shapes, (shapes[0],), tensors, known)
     rows = busiest(Routing.balanced(), tokens, 2, 8, 2).mean
     assert 256 < rows < 272
-    flops = 2 * rows * width * hidden * 2
-    assert forward == pytest.approx(20 * flops * 2e-3, rel=1e-3)
-    assert backward == pytest.approx((1 + 30) * flops * 2e-3, rel=1e-3)
+    flops, tiled = (2 * count * width * hidden * 2 for count in (rows, 4 * 128))
+    assert forward == pytest.approx(20 * 1.1 * tiled * 2e-3, rel=1e-3)
+    assert backward == pytest.approx((1.1 * tiled + 30 * flops) * 2e-3, rel=1e-3)
+
+
+def test_grouped_products_are_one_kernel_in_bfloat16_alone_and_read_all_matrices() -> None:
+    """Of few rows, what they take is reading the experts' matrices; of fewer rows than experts, those of as many."""
+    node = Node("y", "aten._grouped_mm.default", (Ref("x"), Ref("w")), (), ("y",))
+
+    def forward_ns(rows: int, experts: int, dtype: str, profile: Profile) -> int:
+        shapes, result = ((rows, 256), (experts, 256, 512)), (rows, 512)
+        tensors = {name: Tensor(name, (1,), dtype) for name in "xwy"}
+        return node_time_ns(node, shapes, (result,), tensors, profile)[0]
+
+    known = device(ALONE, like(ALONE, "NN bfloat16", 1.0))
+    of_a_tile = 2 * 128 * 256 * 512 * 2e-3 * 1.1
+    for rows, tiles in ((64, 8), (8 * 129, 16), (4, 4)):
+        assert forward_ns(rows, 8, "bfloat16", known) == pytest.approx(tiles * of_a_tile, rel=1e-3)
+    assert forward_ns(8 * 128, 8, "float16", known) < 8 * of_a_tile, "no such kernel in float16"
+    fast = replace(known, facts=replace(known.facts, memory_bandwidth=1e9), _shared={})
+    read = 2 * (64 * 256 + 8 * 256 * 512 + 64 * 512)
+    assert forward_ns(64, 8, "bfloat16", fast) == pytest.approx(read / 0.75, rel=1e-3)
 
 
 def test_attention_stands_by_sequences_of_all_heads_length_width_and_sharing() -> None:

@@ -43,7 +43,8 @@ COLUMNS = {
     "backward": ("batch", "seq", "seq", "heads", "kv_heads", "qk_head_dim", "causal"),
 }
 FILES = {"forward": "attention_forward.csv*", "backward": "attention_forward_backward*.csv*"}
-CUDNN = ("h100", "h200", "b200", "gb200")  # begins of the names of profiles where PyTorch prefers cuDNN's attention
+#: begins of the names of profiles where PyTorch prefers cuDNN's attention
+CUDNN = ("h100", "h200", "gh200", "b200", "gb200", "b300", "gb300")
 FEWEST = 24  # rows of a kernel and a direction that its numbers are fitted to
 FEWEST_MASKED = 3
 #: vertices of the tables: sequences, and keys

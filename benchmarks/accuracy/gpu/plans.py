@@ -45,6 +45,8 @@ PROFILES = {
     "H100-SXM": ("h100",), "A100-80GB": ("a100",), "A100-40GB": ("a100-40gb", "a100"),
 }  # fmt: skip
 """By the rows' names of GPUs, the shipped profiles to take, the first that there is."""
+FORMS = r"nvidia|tesla|sxm\d?|hbm\d?e?|nvl72|\d+gb|gpu"
+"""Words of a GPU's name that say its form, and not another kind: of PCIe, or of two boards (NVL), are others."""
 GIVEN: dict[str, tuple[str, ...]] = {}
 """Profiles of further GPUs, or in the place of shipped ones, by name or path: what --profile says."""
 
@@ -61,9 +63,16 @@ def profile_name(gpu: str) -> str:
 
 
 def own_names(gpu: str) -> tuple[str, ...]:
-    """The shipped profile that a row names itself, as profiles do."""
+    """The shipped profile that a row names itself, as profiles do, or as data sheets do: by its form and memory."""
     names = {name for shipped in profile_names() for name in (shipped, *load_profile(shipped).aliases)}
-    return (gpu.lower(),) if gpu.lower() in names else ()
+    if gpu.lower() in names:
+        return (gpu.lower(),)
+    words = re.split(r"[\s_-]+", gpu.lower())
+    kinds = [word for word in words if not re.fullmatch(FORMS, word)]
+    if len(kinds) != 1:
+        return ()
+    sized = (f"{kinds[0]}-{word}" for word in words if re.fullmatch(r"\d+gb", word))
+    return tuple(name for name in (*sized, kinds[0]) if name in names)
 
 
 def profiles_of(rows: Iterable[Row]) -> dict[str, Profile]:
@@ -267,7 +276,7 @@ def layers_again(plan: Plan, graph: Graph, counts: tuple[int, ...]) -> tuple[str
 
 def near_devices(row: Row) -> int:
     """As many as NVLink joins: of a rack the most that make equal parts of all devices."""
-    if row.gpu.startswith("GB"):
+    if row.gpu.upper().startswith("GB"):
         return max(count for count in range(1, NVLINK_DOMAIN + 1) if row.gpus % count == 0)
     return min(row.per_node, row.gpus)
 

@@ -109,6 +109,12 @@ class Row:
         return self.global_batch // (self.dp * self.micro_batch)
 
     @property
+    def turns(self) -> int:
+        """Passes of a step that follow each other: each microbatch through a stage, and from stage to stage. In each
+        all ranks wait for the slowest."""
+        return self.microbatches + self.pp - 1
+
+    @property
     def plan_text(self) -> str:
         """The plan in a few words."""
         words = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "vp": self.vp, "cp": self.cp, "ep": self.ep}

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from autopar.profiler import load_profile
+from benchmarks.accuracy.gpu.plans import profile_name
 from benchmarks.accuracy.gpu.predictions import Predicted
 from benchmarks.accuracy.gpu.rows import Row
 
@@ -117,20 +119,37 @@ def by_cell(items: Sequence[Predicted]) -> dict[str, Figures]:
         if name in fast:
             own = summary(fast[name])
             kept = {key: own[key] for key in ("rows", "mape", "median", "worst", "spearman")}
-            found[name] = {**kept, **rounded({"regret": regret(group)})}
+            found[name] = {**kept, **rounded({"regret": regret(group), "of the fastest": regret(group, 0.0)})}
     return found
 
 
-def regret(items: Sequence[Predicted]) -> float:
-    """How much slower the plan predicted fastest ran than the fastest, among finished ones with ZeRO-1 or dp=1.
-
-    Plans that are said to be tight, or not to fit, are not taken while there are others.
+def regret(items: Sequence[Predicted], resolution: float | None = None) -> float:
+    """How much slower the plan that is taken ran than the fastest, among finished ones with ZeRO-1 or dp=1: `taken`.
+    resolution: by how much predicted steps must differ to be told apart; the device's profile says it where not given.
     """
     done = [item for item in scored(items) if item.row.zero == 1 or item.row.dp == 1]
     if not done:
         return math.nan
-    taken = min([item for item in done if not item.is_tight] or done, key=lambda item: item.seconds)
-    return (taken.row.measured_s or 0.0) / min(item.row.measured_s or math.inf for item in done) - 1
+    apart = resolution_of(done[0]) if resolution is None else resolution
+    return (taken(done, apart).row.measured_s or 0.0) / min(item.row.measured_s or math.inf for item in done) - 1
+
+
+def taken(items: Sequence[Predicted], resolution: float) -> Predicted:
+    """The plan that one takes: of those that are not said to be tight, while there are any, and that the profile cannot
+    tell from the one predicted fastest, the one with the fewest turns; of equal ones the fastest.
+
+    What is in no prediction (a slow rank, a link that is shared, a host that has something else to do) holds up a turn
+    of all ranks, so fewer turns are safer where predictions do not say more.
+    """
+    wide = [item for item in items if not item.is_tight] or list(items)
+    most = min(item.seconds for item in wide) * (1 + resolution)
+    return min((item for item in wide if item.seconds <= most), key=lambda item: (item.row.turns, item.seconds))
+
+
+def resolution_of(item: Predicted) -> float:
+    """Of the row's device; 0 where its profile does not say how sure steps are."""
+    steps = load_profile(profile_name(item.row.gpu)).steps
+    return steps.resolution if steps else 0.0
 
 
 def of_grid(items: Sequence[Predicted]) -> Figures:
@@ -152,6 +171,8 @@ def of_grid(items: Sequence[Predicted]) -> Figures:
     }  # fmt: skip
     if regrets:
         found |= {"median regret": np.median(regrets), "worst regret": max(regrets)}
+        fastest = [figures["of the fastest"] for figures in cells.values() if not math.isnan(figures["of the fastest"])]
+        found |= {"median regret of the fastest": np.median(fastest), "worst of these": max(fastest)}
     if known:
         found |= {"memory": np.mean(np.abs(memory)), "memory median": np.median(memory)}
         margins = np.array([margin(item) for item in known])

@@ -15,7 +15,7 @@ from autopar.profiler.published.attention import with_kernel
 from autopar.profiler.text import profile_text
 
 FLOAT32_BYTES = 4
-HOPPER = ("h100", "h200")  # begins of the names of profiles
+HOPPER = ("h100", "h200", "gh200")  # begins of the names of profiles
 TABLE = Path(__file__).with_name("softwares.json")
 
 
