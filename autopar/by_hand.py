@@ -53,6 +53,9 @@ from autopar.template import (
 from autopar.trace import find_blocks
 from autopar.unequal import UnequalStages
 
+MOST_EXPLAINED = 2
+"""Axes on which a template's choices are held against all others: on three, these are thousands an operator."""
+
 
 def template_of_graph(
     graph: Graph, mesh: Mesh, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1, schedule: str = "1f1b",
@@ -166,9 +169,11 @@ def _checked(plan: Plan, graph: Graph) -> Plan:
 
 
 def _fitted(place: Place) -> Plan:
-    """Where no more soft constraints are broken than must be; more, where it does not fit so."""
-    with contextlib.suppress(InfeasibleError):
-        return place.part.with_traffic(replace(place, strictly=True).fit(place.request.budget.seconds))
+    """Its choices are held against all others; on three axes and more, of which there would be too many, against those
+    alone that break as few soft constraints, unless nothing fits so."""
+    if len(place.axes) > MOST_EXPLAINED:
+        with contextlib.suppress(InfeasibleError):
+            return place.part.with_traffic(replace(place, strictly=True).fit(place.request.budget.seconds))
     try:
         plan = place.fit(place.request.budget.seconds)
     except InfeasibleError:
