@@ -269,7 +269,7 @@ REFUSED: dict[str, tuple[str, Callable[..., Any]]] = {
             z.log_softmax(-1).transpose(0, 1), y[m], torch.full_like(y[:, 0], 6), m.sum(-1).clamp(max=2)
         ),
     ),
-    "root": ("found sqrt", lambda net, z, y, m, t: t[m].abs().sqrt().mean() * z.mean()),
+    "cumulated": ("found cumsum", lambda net, z, y, m, t: t[m].cumsum(0).mean() * z.mean()),
 }
 
 
