@@ -51,10 +51,8 @@ from autopar.template import (
     template_recompute,
 )
 from autopar.trace import find_blocks
+from autopar.tunables import MOST_EXPLAINED
 from autopar.unequal import UnequalStages
-
-MOST_EXPLAINED = 2
-"""Axes on which a template's choices are held against all others: on three, these are thousands an operator."""
 
 
 def template_of_graph(

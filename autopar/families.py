@@ -49,6 +49,7 @@ from autopar.tunables import (
     LEAST_GAIN,
     LESS_EACH,
     MOST_AXES,
+    MOST_EXPLAINED,
     NEAR_SHARDED,
     TEMPLATE_TRIES,
     USAGE_ABOVE,
@@ -426,7 +427,8 @@ class Family:
         )  # fmt: skip
         again = template_recompute(self.graph, self.paths, template.recompute)
         request = replace(self.request, constraints=(*rules, *self.request.constraints), recompute=again)
-        return ShortPlace(whole, axes, request, self.profile, strictly=True, short=short, simulator=simulator)
+        strictly = len(axes) > MOST_EXPLAINED
+        return ShortPlace(whole, axes, request, self.profile, strictly=strictly, short=short, simulator=simulator)
 
 
 def faster_templates(

@@ -177,6 +177,8 @@ LIKE_BORDERS = 0.01
 
 # place: one stage ----------------------------------------
 
+MOST_EXPLAINED = 2
+"""Axes on which a template's choices are held against all others: on three, these are thousands an operator."""
 FEW_DEVICES = 8
 """Where stages are looked for, one stage is looked at again on so few devices, on logical meshes of three axes, too.
 Doubled, nodes of 16 devices are as well: up to seven problems of the whole graph more."""
