@@ -34,7 +34,7 @@ def _graph(model: str) -> Graph:
 def _place(model: str, template: Template) -> ShortPlace:
     mesh = Mesh("h100", nodes=template.dp * template.tp // IN_NODE, devices_per_node=IN_NODE)
     request = Request(mesh, "train", "adamw", None, (), SearchBudget(4.0))
-    return Family(_graph(model), None, request).place(template)
+    return replace(Family(_graph(model), None, request).place(template), strictly=True)
 
 
 def _num_options(placements: Placements) -> int:
