@@ -52,12 +52,13 @@ def _rung(ladder: Ladder, rung: Rung) -> dict[str, Any]:
     if rung.plan is None:
         return {**own, "refusal": rung.refusal}
     told = rung.plan.predicted
-    interval = told.step_time_interval_ns
+    interval, faster = told.step_time_interval_ns, ladder.overtaken_by(rung)
     return {
         **own, "plan": f"plans/{rung.name}.json", "how": rung.how, "step_time_ns": told.step_time_ns,
         "step_time_interval_ns": None if interval is None else list(interval), "bound_ns": rung.bound_ns,
         "samples_per_second": rung.samples_s, "tokens_per_second": rung.tokens_s,
-        "efficiency": ladder.efficiency(rung), "peak_bytes": told.peak_bytes, "limit_bytes": rung.plan.memory_limit,
+        "efficiency": ladder.efficiency(rung), "overtaken_by_devices": None if faster is None else faster.devices,
+        "peak_bytes": told.peak_bytes, "limit_bytes": rung.plan.memory_limit,
         "fits_probability": told.fits_probability, "money_per_sample": rung.money_per_sample,
         "state_bytes": rung.state_bytes,
     }  # fmt: skip

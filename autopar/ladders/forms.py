@@ -84,9 +84,15 @@ def _point(rung: Rung) -> Observed:
 
 
 def fitted(points: Sequence[Observed], form: str, kind: str = "") -> FittedForm:
-    """One of the forms ("optimus", "pollux") fitted to points. Raises PlanError for another name."""
+    """One of the forms ("optimus", "pollux") fitted to points. Raises PlanError for another name, without
+    points, and for numbers that are none."""
     if form not in _FITS:
         raise PlanError(f"expected a form as one of {', '.join(_FITS)}, found {form!r}")
+    if not points:
+        raise PlanError(f"expected points to fit {form} to (devices, nodes, batch, seconds), found none")
+    for point in points:
+        if not all(0 < value < float("inf") for value in point):
+            raise PlanError(f"expected points of numbers above 0, found {point}")
     parameters = _FITS[form](points)
     errors = [abs(_FORMS[form](parameters, point) / point.seconds - 1) for point in points]
     return FittedForm(form, kind, parameters, (float(np.mean(errors)), float(max(errors))))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from autopar.ir.naming import printable
 from autopar.ladders.rungs import KNEE, Ladder, Rung
-from autopar.ladders.text import HEAD, capacity_lines, rung_row
+from autopar.ladders.text import HEAD, capacity_lines, overtaken_lines, rung_row
 
 WIDTH, HEIGHT, MARGIN = 640, 320, 56
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5ea8", "#8c6d31")
@@ -104,7 +104,8 @@ def _table(ladder: Ladder) -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(printable(cell))}</{tag}>" for cell in cells) + "</tr>"
 
     body = "".join(row(rung_row(ladder, rung), "td") for rung in ladder.rungs)
-    return f'<h2>Rungs</h2><div class="wide"><table>{row(HEAD, "th")}{body}</table></div>'
+    overtaken = "".join(f"<p>{escape(printable(line.strip()))}</p>" for line in overtaken_lines(ladder))
+    return f'<h2>Rungs</h2>{overtaken}<div class="wide"><table>{row(HEAD, "th")}{body}</table></div>'
 
 
 # Charts ----------------------------------------

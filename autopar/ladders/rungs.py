@@ -3,6 +3,8 @@
     efficiency   a rung's samples a second and device, over those of the rung of its kind and batch with fewest devices
     knee         of one kind and batch, the last rung up to which each more device brings at least half (`KNEE`) of
                  what one brought on the rung before: (T₂ / T₁ − 1) / (n₂ / n₁ − 1) ≥ KNEE, from the first rung on
+    overtaken    a rung is by the fastest one of fewer devices of its kind and batch, where that is no slower: the more
+                 devices are rented for nothing (their batch does not divide, or only worse schedules fit it)
     front        of one global batch, the rungs than which none is both faster and cheaper a sample (Pareto)
 
 Time is predicted by the simulator; money is devices × hours × the price of a device hour, where prices are given.
@@ -158,6 +160,12 @@ class Ladder:
         """Where more devices begin to bring less than half each (see above)."""
         curve = self.of(kind, global_batch)
         return curve[knee_of([(rung.devices, rung.samples_s) for rung in curve])]
+
+    def overtaken_by(self, rung: Rung) -> Rung | None:
+        """The fastest rung of fewer devices of the same kind and batch, where it is at least as fast; else None."""
+        fewer = [one for one in self.of(rung.kind, rung.global_batch) if one.devices < rung.devices]
+        fastest = min(fewer, key=lambda one: (one.step_ns, one.devices), default=None)
+        return fastest if fastest is not None and fastest.step_ns <= rung.step_ns else None
 
     def front(self, global_batch: int) -> list[Rung]:
         """Of all kinds with this batch, the fastest first: none is both faster and cheaper than one of these."""

@@ -31,6 +31,7 @@ def _lines(ladder: Ladder) -> Iterator[str]:
         if len(ladder.of(kind, batch)) > 1:
             knee = ladder.knee(kind, batch)
             yield f"  knee of {kind}, batch {batch}: {knee.devices} devices (each more brings less than {KNEE:.0%})"
+    yield from overtaken_lines(ladder)
     for batch in sorted({rung.global_batch for rung in ladder.fitting}):
         front = ladder.front(batch)
         if front:
@@ -40,6 +41,16 @@ def _lines(ladder: Ladder) -> Iterator[str]:
         yield from transition_lines(ladder, batch)
     if ladder.capacity is not None:
         yield from capacity_lines(ladder.capacity)
+
+
+def overtaken_lines(ladder: Ladder) -> Iterator[str]:
+    """The rungs whose devices bring nothing, since fewer of them are at least as fast."""
+    for rung in ladder.fitting:
+        faster = ladder.overtaken_by(rung)
+        if faster is not None:
+            lost = rung.step_ns / faster.step_ns - 1
+            how = f"{lost:.1%} slower than" if lost > 0 else "no faster than"
+            yield f"  {rung.mesh}, batch {rung.global_batch}: {how} {faster.mesh}, which has fewer devices"
 
 
 def transition_lines(ladder: Ladder, batch: int) -> Iterator[str]:

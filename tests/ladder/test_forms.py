@@ -60,6 +60,10 @@ def test_errors_are_told_where_a_form_is_none() -> None:
         points_of(made.ladder(optimus_s, (8, 16)), "h100")
     with pytest.raises(PlanError, match="optimus, pollux"):
         fitted(points_of(odd, "h100"), "cubic")
+    with pytest.raises(PlanError, match="found none"):
+        fitted([], "optimus")
+    with pytest.raises(PlanError, match="above 0"):
+        fitted([Observed(8, 1, 256, float("nan"))], "pollux")
 
 
 def test_the_largest_error_is_the_least_there_is() -> None:

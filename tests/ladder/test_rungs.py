@@ -35,6 +35,19 @@ def test_efficiency_is_of_the_smallest_rung() -> None:
     assert found == sorted(found, reverse=True) and found[0] == pytest.approx(8.52 / (2 * 4.54), rel=1e-6)
 
 
+def test_a_rung_that_fewer_devices_overtake_is_told_everywhere(tmp_path: Path) -> None:
+    ladder = made.ladder(lambda n, batch: {16: 9.0, 32: 8.0, 64: 4.0}.get(n, 64 / n), batches=(256,))
+    found = {rung.devices: ladder.overtaken_by(rung) for rung in ladder.of("h100", 256)}
+    by = {devices: one.devices for devices, one in found.items() if one is not None}
+    expected = {n: 8 for n in (16, 32) if n in found}
+    assert by == expected and by, found
+    told = {one["devices"]: one.get("overtaken_by_devices") for one in json.loads(ladder.to_json())["rungs"]}
+    assert {n: m for n, m in told.items() if m is not None} == by
+    ladder.report(tmp_path / "ladder.html")
+    for text in (str(ladder), (tmp_path / "ladder.html").read_text()):
+        assert "12.5% slower than h100:1x8" in text and "no faster than h100:1x8" in text
+
+
 def test_none_is_faster_and_cheaper_than_one_of_the_front() -> None:
     ladder = amdahl()
     front = ladder.front(256)
