@@ -4,6 +4,7 @@
     dp × cp × tp, of long sequences       → the same of a graph whose sequences may be split
     ep of dp, flat or in two levels       → the same, with ranks that share the experts
     what may be faster, and may fit       → placed on the whole model, played by layers (`simulate.Incremental`)
+    what differs from the fastest in one thing → the same, as long as that gains something
 
 A step takes no less than its operators and what is between them; what stored tensors are gathered and reduced for may
 hide behind that. Both bounds serve every ZeRO stage, and every number of microbatches: activations take a part of the
@@ -78,6 +79,7 @@ class Template:
     context: str = "gather"
     ep: int = 1
     exchange: str = "flat"
+    hsdp: int = 1
 
     def __str__(self) -> str:
         said = (
@@ -153,6 +155,7 @@ class Family:
         self.rows: list[Tried] = []
         self._beyond: list[float] = []  # of what was played, so many times the least a step took
         self._peaks: dict[Template, int] = {}  # of what was played and did not fit
+        self._steps: dict[Template, int] = {}  # of what was played whole and fits
         self._fitting: dict[Template, int] = {}  # of a family, what a step takes at least where it fits
         pinned = [rule.microbatches for rule in request.constraints if rule.microbatches is not None]
         self.pinned = pinned[:1]
@@ -176,6 +179,7 @@ class Family:
                 break  # more ranks send more
             if is_interrupted() or not self._may_be_near(self.request.mesh.num_devices // tp, tp):
                 break
+        self._look_beside_fastest()
 
     def look_at_experts(self, experts: int) -> None:
         """At shapes whose ranks share so many experts, and send each token to those that it chose."""
@@ -303,6 +307,37 @@ class Family:
             if self._look(replace(one, zero=zero, recompute="selective")) is None:
                 break
 
+    def _look_beside_fastest(self) -> None:
+        """From the fastest template on, at those that differ from it in one thing, as long as one is faster: what fits
+        is looked at in the fewest microbatches that fit, and with as little sharded as fits there; with more of them
+        less may be computed again, and with shards inside of nodes alone less may be sent between them."""
+        best = min(self._steps, key=lambda one: self._steps[one], default=None)
+        if best is None or self.request.mode != "train" or self._steps[best] > ALIKE * self.best_ns:
+            return
+        looked = {best}
+        while True:
+            for one in (other for other in self._beside(best) if other not in looked and other not in self._peaks):
+                looked.add(one)
+                if one not in self._steps:
+                    self._look(one)
+            faster = min((one for one in looked if one in self._steps), key=lambda one: self._steps[one])
+            if self._steps[faster] >= self._steps[best]:
+                return
+            best = faster
+
+    def _beside(self, one: Template) -> Iterator[Template]:
+        """Templates that differ in how much is sharded, among how many, or in how many microbatches."""
+        per_node = max(1, self.request.mesh.devices_per_node // one.tp // one.cp)
+        if one.zero and one.hsdp == 1 and one.ep == 1 and 1 < per_node < one.dp and one.dp % per_node == 0:
+            yield replace(one, hsdp=per_node)
+        counts = self._counts_of(one.dp)
+        for more in [count for count in counts if count > one.microbatches][:1]:
+            for zero in dict.fromkeys((1, 2, one.zero) if one.dp > 1 else (0,)):
+                yield replace(one, microbatches=more, recompute="none", zero=zero)
+        for fewer in [count for count in counts if count < one.microbatches][-1:]:
+            zero = 1 if fewer == 1 and one.zero == 2 else one.zero  # gradients of one microbatch are summed at once
+            yield replace(one, microbatches=fewer, recompute="selective", zero=zero)
+
     def _recomputations(
         self, family: Template, counts: Sequence[int], known: _KnownTemplate
     ) -> list[_BlockRecomputation]:
@@ -383,6 +418,7 @@ class Family:
             self._refuse(template, str(error))
             return None
         self._note(template, plan, str(template), self.place(template).placements.least_step_ns(*_SOLVE))
+        self._steps[template] = plan.predicted.step_time_ns
         return plan
 
     def _refuse(self, template: Template, why: str) -> None:
@@ -413,7 +449,7 @@ class Family:
 
     def _axes(self, one: Template) -> LogicalMesh:
         return template_axes(
-            self.request.mesh, one.dp, one.tp, 1, cp=one.cp, ep=one.ep, exchange=one.exchange
+            self.request.mesh, one.dp, one.tp, 1, one.hsdp, cp=one.cp, ep=one.ep, exchange=one.exchange
         )  # fmt: skip
 
     @cached_method

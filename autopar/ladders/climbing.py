@@ -274,16 +274,24 @@ class RungFinalists(Finalists):
 
 
 def _look_freely(looks: Looks, settings: Iterable[Setting], most: int) -> None:
-    """At placements that no template has, in so many of the best shapes of several axes or stages: with as many
-    microbatches, and with more and fewer as long as that is likely to gain something. settings: of templates, the best
-    first."""
+    """At placements that no template has, in so many of the best shapes: with as many microbatches, and with more and
+    fewer as long as that is likely to gain something. settings: of templates, the best first. One axis alone counts
+    where it does not divide the batch, so that its templates are of tensor parallelism at most."""
     search = StagedSearch(looks.layered, None, looks)
+    settings = [*settings]
+    splits_samples = any(_splits_samples_alone(setting) for setting in settings)
     shapes: dict[LogicalMesh, Setting] = {}
     for setting in settings:
-        if (len(setting.axes) > 1 or setting.num_stages > 1) and not setting.sharing:
+        is_open = len(setting.axes) > 1 or setting.num_stages > 1 or not splits_samples
+        if is_open and not setting.sharing:
             shapes.setdefault(setting.axes, setting)
     for setting in sorted([*shapes.values()][:most], key=_num_axes, reverse=True):
         search.climb_freely(setting)
+
+
+def _splits_samples_alone(setting: Setting) -> bool:
+    """Whether it has one stage on one axis, over which samples are split."""
+    return setting.num_stages == 1 and [axis.name for axis in setting.axes] == ["dp"]
 
 
 def _num_axes(setting: Setting) -> int:

@@ -123,11 +123,14 @@ class StagedSearch:
             return self.shapes
         most = FAR_TEMPLATE * min(*known.values(), self.known_ns)
         least = {self.request.mesh.num_devices: self.known_ns}
-        return [
-            (size, axes)
-            for size, axes in self.shapes
-            if least.get(size, known.get((size, axes[1].size if len(axes) == 2 else 1), NEVER)) <= most
-        ]
+        return [(size, axes) for size, axes in self.shapes if least.get(size, self._least_of_template(axes)) <= most]
+
+    def _least_of_template(self, axes: LogicalMesh) -> int:
+        """What the best template of a logical shape takes; one axis is for data there, or for tensor parallelism."""
+        known, size = self.looks.of_shape, math.prod(axis.size for axis in axes)
+        if len(axes) == 2:
+            return known.get((size, axes[1].size), NEVER)
+        return min(known.get((size, 1), NEVER), known.get((size, size), NEVER))
 
     def near(self, outline: Outline) -> list[EstimatedStages]:
         """What is found in an outline of alike submeshes, freely and around templates."""
@@ -214,8 +217,16 @@ class StagedSearch:
     def _start(self, size: int, axes: LogicalMesh) -> int:
         """The place of the fewest microbatches that make the bubble small, and of which each device has no more samples
         in flight than were likely to be best in other shapes; no more than have a sample for each rank of the outer
-        axis, which mostly is for data."""
-        counts = self.counts.ladder(axes)
+        axis, which mostly is for data. Where a template of the shape was looked at, as many as in the best."""
+        counts, sizes = self.counts.ladder(axes), [axis.size for axis in axes]
+        templates = [
+            (look.likely_ns, counts.index(setting.microbatches))
+            for setting, look in self.looks.known.items()
+            if setting.num_devices == size and [axis.size for axis in setting.axes] == sizes
+            and setting.zero is not None and setting.microbatches in counts
+        ]  # fmt: skip
+        if templates:
+            return min(templates)[1]
         wanted = max(FULL_MICROBATCHES * (self.request.mesh.num_devices // size - 1), self._likely_spread // size)
         most = max(1, self.layered.batch // axes[0].size) if axes else counts[-1]
         enough = next((number for number, count in enumerate(counts) if count >= wanted), len(counts) - 1)

@@ -63,6 +63,27 @@ def test_a_search_is_never_slower_than_the_family_and_says_that_it_was_looked_at
     assert any(row.template for row in plan.search.tried)
 
 
+def test_what_differs_from_the_fastest_in_one_thing_is_looked_at(graph: Graph) -> None:
+    slow = template_of_graph(graph, MESH, tp=4)
+    found = with_templates(graph, slow, request())
+    grouped = template_of_graph(graph, MESH, dp=4, zero=1, hsdp=2)
+    assert found.predicted.step_time_ns <= grouped.predicted.step_time_ns
+    assert any(", hsdp=2" in (row.template or "") for row in found.search.tried)
+
+
+def test_more_microbatches_may_be_faster_than_what_fits_in_fewer() -> None:
+    """Large enough that computing again costs more than smaller operators do."""
+    config = llama.Config(4096, 2048, 4, 2048, 16, 8, 5632, batch_size=16)
+    with torch.device("meta"):
+        model = llama.build(config).to(torch.bfloat16)
+    large = trace(model, llama.example_inputs(config))
+    fits = template_of_graph(large, MESH, dp=4, zero=1, microbatches=2)
+    asked = request(limit=fits.predicted.peak_bytes)
+    found = with_templates(large, template_of_graph(large, MESH, dp=4, zero=3, recompute="full"), asked)
+    assert template_of_graph(large, MESH, dp=4, zero=1).predicted.peak_bytes > asked.memory_limit
+    assert found.predicted.step_time_ns <= fits.predicted.step_time_ns
+
+
 def test_a_template_that_does_not_fit_is_not_taken(graph: Graph) -> None:
     small = template_of_graph(graph, MESH, dp=4, zero=3)
     limit = small.predicted.peak_bytes * 9 // 10
@@ -141,7 +162,7 @@ def test_templates_of_deep_models_are_predicted_as_they_are_by_themselves(deep: 
     for name, own in zip(("dp=4", "dp=4, zero=1", "dp=4, zero=3"), family, strict=False):
         assert rows[name].step_time_ns == own.predicted.step_time_ns
         assert rows[name].peak_bytes == own.predicted.peak_bytes
-    assert found.predicted == min((plan.predicted for plan in family), key=lambda told: told.step_time_ns)
+    assert found.predicted.step_time_ns <= min(plan.predicted.step_time_ns for plan in family)
 
 
 def test_as_few_blocks_as_fit_are_computed_again(deep: Graph) -> None:
