@@ -83,6 +83,8 @@ def _places(front: Front, context: Context) -> Iterator[Candidate]:
         for there in places:
             if is_ending() and front.best is not None:
                 return
+            if not there.may_be_faster(than_ns):
+                continue
             seconds = IN_BITS_SHARE * request.budget.seconds / len(places)
             for plan in CompactPlace(there, ladders, simulator, seconds, than_ns).plans():
                 if plan.predicted.step_time_ns < than_ns:
