@@ -51,7 +51,7 @@ class PlaceSearch:
         gain_ns: what a plan in a place may gain yet by what is tried with plans that are nearly the fastest."""
         self.graph, self.blocks, self.profile, self.clock = graph, blocks, profile, clock
         self.note, self.progress, self.has_plan, self.gain_ns = note, progress, has_plan, gain_ns
-        self.best_ns = math.inf if than_ns is None else than_ns
+        self.best_ns, self.is_known = (math.inf, False) if than_ns is None else (than_ns, True)
         self.options = recomputable(graph, self._paths)
         self.pinned = pinned_modules(self.options, request.constraints)
         self.request = request.recomputing(self.pinned or ())
@@ -70,8 +70,12 @@ class PlaceSearch:
             found += plans
             if ends(bool(found or self.has_plan)):
                 break
-            found += self._traded(here)
+            found += [] if self._is_over else self._traded(here)
+            self._forget()
             is_better = self.best_ns < before_ns or not found
+            if self._is_over:
+                self.note(Tried(setting="place", infeasible="the work that there is for one stage was done"))
+                break
             if not here or not is_better or (plans and _is_unlimited(*min(plans, key=_step_ns))):
                 break
         return found
@@ -85,8 +89,18 @@ class PlaceSearch:
             Place(part, axes, self.request, self.profile, by_factors=True, simulator=simulator) for axes in meshes
         ]
         here = [there for there in here if self._may_be_faster(there)]
-        self.places += here
+        self.places += [replace(there, simulator=None) for there in here]  # which knows much
         return here
+
+    def _forget(self) -> None:
+        """What is known of places in one number of microbatches is of no use in others."""
+        for method in ("_tradable", "_least_bytes"):
+            vars(self).pop(f"_known_{method}", None)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the work that there is for this is done. Without a plan from elsewhere there is no such limit."""
+        return self.is_known and self.clock.is_over
 
     def _may_be_faster(self, there: Place) -> bool:
         return there.may_be_faster(self.best_ns)
@@ -141,7 +155,7 @@ class PlaceSearch:
         found: list[Found] = []
         with reporting(self.progress, len(places)) as report:
             for number, there in enumerate(places):
-                if is_interrupted() and found:
+                if (is_interrupted() and found) or self._is_over:
                     break
                 seconds = max(LEAST_SOLVE_S, self.clock.left_s / (len(places) - number))
                 for plan in self._in_place(there, fit, seconds, report):
