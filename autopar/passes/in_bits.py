@@ -86,7 +86,8 @@ def _places(front: Front, context: Context) -> Iterator[Candidate]:
             if not there.may_be_faster(than_ns):
                 continue
             seconds = IN_BITS_SHARE * request.budget.seconds / len(places)
-            for plan in CompactPlace(there, ladders, simulator, seconds, than_ns).plans():
+            beside = than_ns < math.inf
+            for plan in CompactPlace(there, ladders, simulator, seconds, than_ns, is_beside=beside).plans():
                 if plan.predicted.step_time_ns < than_ns:
                     than_ns = plan.predicted.step_time_ns
                     made = partial(part.with_traffic, plan)

@@ -30,7 +30,7 @@ from autopar.progress import Report, reporting
 from autopar.request import Request
 from autopar.simulate import Incremental
 from autopar.trace import Blocks
-from autopar.tunables import LEAST_SOLVE_S, USAGE_ABOVE
+from autopar.tunables import LEAST_SOLVE_S
 from autopar.zero import Modules, ladders, pinned_modules, priced_levels, recomputable
 
 Found = tuple[Place, Plan]
@@ -85,17 +85,14 @@ class PlaceSearch:
         part = divided(self.graph, self.blocks, count)
         meshes, shared = logical_meshes(self.request.mesh), self.profile.shared_by(self.request.mesh.devices_per_node)
         simulator = Incremental(part.graph, shared)
-        here = [
-            Place(part, axes, self.request, self.profile, by_factors=True, simulator=simulator) for axes in meshes
-        ]
+        here = [Place(part, axes, self.request, self.profile, by_factors=True, simulator=simulator) for axes in meshes]
         here = [there for there in here if self._may_be_faster(there)]
         self.places += [replace(there, simulator=None) for there in here]  # which knows much
         return here
 
     def _forget(self) -> None:
         """What is known of places in one number of microbatches is of no use in others."""
-        for method in ("_tradable", "_least_bytes"):
-            vars(self).pop(f"_known_{method}", None)
+        vars(self).pop("_known__tradable", None)
 
     @property
     def _is_over(self) -> bool:
@@ -108,25 +105,17 @@ class PlaceSearch:
     def _fitting(self, there: Place, seconds: float) -> Plan:
         """The best plan that fits with nothing else computed again. Raises InfeasibleError."""
         for again, what in ((True, "whatever is computed again"), (False, "with nothing computed again")):
-            least = self._least_bytes(there, again)
+            least = self._tradable(there).least_bytes(again)
             if least > there.limit_bytes:
                 raise InfeasibleError(f"needs about {least:,} bytes a device at least, {what}")
         return there.fit(seconds)
-
-    @cached_method
-    def _least_bytes(self, there: Place, again: bool) -> int:
-        """About what a plan needs at least, 0 where the fastest may fit. again: with all computed again that may be."""
-        budget = there.request.budget
-        fastest = there.placements.unlimited(LEAST_SOLVE_S, budget.seed, budget.gap)
-        fits = fastest.peak_usage <= there.limit_bytes
-        return 0 if fits else int(self._tradable(there).least_bytes(again) / USAGE_ABOVE)
 
     @cached_method
     def _tradable(self, there: Place) -> TradedPlace:
         assert there.simulator is not None, "places of a search are given one"
         return TradedPlace(
             there, self._ladders, there.simulator, self.request.budget.seconds, self.best_ns,
-            partial(self.gain_ns, there), self.request.budget.substitutions,
+            partial(self.gain_ns, there), self.request.budget.substitutions, self.is_known,
         )  # fmt: skip
 
     def _traded(self, here: Sequence[Place]) -> list[Found]:
@@ -139,8 +128,7 @@ class PlaceSearch:
             tradable.seconds, tradable.best_ns = seconds, self.best_ns
             return tradable.plans()
 
-        may_fit = [there for there in here if self._least_bytes(there, True) <= there.limit_bytes]
-        return self._candidates([there for there in may_fit if self._may_be_faster(there)], fit)
+        return self._candidates([there for there in here if self._may_be_faster(there)], fit)
 
     @cached_property
     def _ladders(self) -> list[list[Modules]]:

@@ -26,7 +26,7 @@ from autopar.intraop import TradeOff, TradeOffs
 from autopar.ir.plan import Plan, SearchReport
 from autopar.planning import Place
 from autopar.simulate import Incremental, predict
-from autopar.tunables import BESIDE_FASTEST, MOST_BESIDE, ONE_STAGE_HALVINGS, SOLVE_SHARE
+from autopar.tunables import BESIDE_FASTEST, LEAST_SOLVE_S, MOST_BESIDE, ONE_STAGE_HALVINGS, SOLVE_SHARE, USAGE_ABOVE
 
 Rung = tuple[Any, ...]
 """Of a ladder: what is computed again, as in `Plan.recompute`, or whatever else spares memory (`copied`)."""
@@ -36,7 +36,8 @@ Rung = tuple[Any, ...]
 class TradedPlace:
     """there: with nothing computed again, or what constraints pin. ladders: what else may be, each from that on; all
     end with what takes least memory. seconds: of work for each place. best_ns: a step that is known. gain_ns: what a
-    plan may gain yet (in branches, say), beside which it is looked for; wants_one: one is, if it is near.
+    plan may gain yet (in branches, say), beside which it is looked for; wants_one: one is, if it is near. is_beside: a
+    plan is known from elsewhere, so that what fits between points of the hull is not worth its search.
 
     found: what fits, and is near the fastest.
     """
@@ -48,24 +49,34 @@ class TradedPlace:
     best_ns: float
     gain_ns: Callable[[Plan], int] = lambda plan: 0
     wants_one: bool = False
+    is_beside: bool = False
     found: list[Plan] = field(default_factory=list)
     _played: dict[tuple[int, Rung], Plan] = field(default_factory=dict)
 
     def plans(self) -> list[Plan]:
         """Those that fit and are near the fastest, that first."""
+        if self.least_bytes(True) > self.there.limit_bytes:
+            return []
         is_bound = self._look_at(self._hull(self.there), self.ladders[0][0])
         if is_bound and self.ladders[0][1:]:
             self._look_at(self._hull(self._smallest), self.ladders[0][-1])
-            if not self.found:
+            if not self.found and not self.is_beside:
                 self._look_at(self._within_the_limit(), self.ladders[0][-1])
         near = [plan for plan in self.found if plan.predicted.step_time_ns <= self._near_ns]
         return sorted(near, key=_step_ns)[:MOST_BESIDE]
 
+    @cached_method
     def least_bytes(self, again: bool) -> int:
-        """Peak of about the least that placements take; 0 where none were found. again: with all computed again."""
+        """About what a plan needs at least, by the peak of about the smallest placements; 0 where the fastest may fit,
+        or none were found. again: with all computed again that may be."""
+        budget = self.there.request.budget
+        fastest = self.there.placements.unlimited(LEAST_SOLVE_S, budget.seed, budget.gap)
+        if fastest.peak_usage <= self.there.limit_bytes:
+            return 0
         there, rung = (self._smallest, self.ladders[0][-1]) if again else (self.there, self.ladders[0][0])
         with suppress(InfeasibleError):
-            return self._with(self._placed(there, self._ends(there)[1]), rung).predicted.peak_bytes
+            plan = self._with(self._placed(there, self._ends(there)[1]), rung)
+            return int(plan.predicted.peak_bytes / USAGE_ABOVE)
         return 0
 
     @property
