@@ -37,6 +37,7 @@ from autopar.ops.table import operator
 from autopar.refusal import fit_or_refuse
 from autopar.request import Request
 from autopar.simulate import (
+    Incremental,
     Overlap,
     Timeline,
     predict,
@@ -47,7 +48,7 @@ from autopar.simulate import (
 )
 from autopar.simulate.overlap import AS_EMITTED
 from autopar.trace import Blocks
-from autopar.tunables import FIT_TRIES, LEAST_SOLVE_S
+from autopar.tunables import FIT_TRIES, LEAST_SOLVE_S, MOST_HIDDEN
 from autopar.zero import (
     Modules,
     storage_options,
@@ -146,6 +147,7 @@ class Place:
     by_factors: bool = False
     overlap: Overlap = AS_EMITTED
     strictly: bool = False
+    simulator: Incremental | None = field(default=None, kw_only=True)
 
     def fit(self, seconds: float, limit: int | None = None, floor: int = 0) -> Plan:
         """The best plan whose simulated peak fits; solved again under a tighter limit while it does not.
@@ -196,7 +198,22 @@ class Place:
 
     def played(self, plan: Plan) -> Timeline:
         """A step of a plan."""
+        if self.simulator is not None:
+            return self.simulator.timeline(plan)
         return simulate(self.part.graph, plan, self.shared_profile, self.overlap)
+
+    def may_be_faster(self, than_ns: float) -> bool:
+        """Whether a step could be shorter here if all that stored tensors are gathered and reduced for hid: the bound
+        of the placements that cost least without a limit of memory."""
+        if than_ns == math.inf:
+            return True
+        budget = self.request.budget
+        return self.placements.least_step_ns(LEAST_SOLVE_S, budget.seed, budget.gap) <= than_ns * MOST_HIDDEN
+
+    @property
+    def limit_bytes(self) -> int:
+        """What a device may hold."""
+        return self.placements.draft.memory_limit
 
     def recomputing(self, modules: Modules) -> Place:
         """The place with these modules computed again."""

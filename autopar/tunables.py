@@ -189,7 +189,8 @@ LONG_SEQUENCE = 16_384
 """Where attention has so many queries a sample, templates that split sequences are looked at: others have room enough
 for samples and heads, and are planned as if there were none."""
 LEAST_PLACE_SHARE = 0.25
-"""Of the budget what that search has at least, however long the one for stages took."""
+"""Of the budget what that search has at least, however long the one for stages took; beside a plan of stages it ends
+then. Doubled, large models on few devices take up to a quarter of the budget longer, mostly for nothing."""
 MOST_HIDDEN = 1.05
 """A plan's step is at most so many times shorter than its operators and what is between them, by what the simulator
 finds hidden. Less leaves out logical meshes whose plans hide much; more solves and simulates meshes that do not win."""
@@ -206,7 +207,8 @@ the fastest plans. Halved, a plan on another mesh is missed, which bits alone ma
 half as long again."""
 BESIDE_FASTEST, MOST_BESIDE = 1.1, 6
 """Plans of a place that take at most so many times the fastest are kept, at most so many: one of them may be the
-fastest in branches. Nearer to 1, less is played; doubled, more is, that gains nothing."""
+fastest in branches; what must compute more again to fit is, as far as branches may spare that. Nearer to 1, less is
+played; doubled, more is, that gains nothing."""
 LEAST_SOLVE_S = 2.0
 """What a solve may take at least, however little time is left. Halved, large graphs may end without a plan."""
 FIT_TRIES = 6

@@ -2,7 +2,7 @@
 
 from autopar.branches.finding import ForkRegion, find_regions
 from autopar.branches.placing import put_in_branches
-from autopar.branches.search import with_branches
+from autopar.branches.search import most_spared_ns, with_branches
 from autopar.branches.times import Times
 
-__all__ = ["ForkRegion", "Times", "find_regions", "put_in_branches", "with_branches"]
+__all__ = ["ForkRegion", "Times", "find_regions", "most_spared_ns", "put_in_branches", "with_branches"]

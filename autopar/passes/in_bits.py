@@ -20,13 +20,13 @@ from autopar.clock import is_ending
 from autopar.cost.eight_bits import COMPRESSION
 from autopar.driver import REFINED, Candidate, Context, Front, of_plan, outline_of
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import LogicalMesh, Mesh, logical_meshes
+from autopar.ir.mesh import LogicalMesh, logical_meshes
 from autopar.ir.plan import Plan
 from autopar.ir.recompute import is_operator_call, module_of_call
 from autopar.places import CompactPlace, compact_ladders
 from autopar.planning import DividedGraph, Place, divided, microbatch_counts
 from autopar.simulate import Incremental, predict
-from autopar.tunables import IN_BITS_COUNTS, IN_BITS_SHARE, MESHES_IN_BITS
+from autopar.tunables import FEW_DEVICES, IN_BITS_COUNTS, IN_BITS_SHARE, MESHES_IN_BITS
 from autopar.zero import (
     KeptIn,
     joined,
@@ -73,8 +73,8 @@ def _places(front: Front, context: Context) -> Iterator[Candidate]:
     pinned = pinned_modules(options, request.constraints)
     again = joined(options.full) if pinned is None else ()
     than_ns = min((one.step_ns for one in front.found), default=math.inf)
-    meshes = _meshes(front, request.mesh)
-    for count in [*microbatch_counts(graph, request)][:IN_BITS_COUNTS]:
+    meshes = _meshes(front, context)
+    for count in [*microbatch_counts(graph, request)][:IN_BITS_COUNTS] if meshes else ():
         part, before_ns = divided(graph, blocks, count), than_ns
         exact = [KeptIn(names) for names in rungs_in_bits(part.graph, device)]
         ladders = compact_ladders(exact, _every_rung(part.graph, context), again, pinned or ())
@@ -83,8 +83,11 @@ def _places(front: Front, context: Context) -> Iterator[Candidate]:
         for there in places:
             if is_ending() and front.best is not None:
                 return
+            if not there.may_be_faster(than_ns):
+                continue
             seconds = IN_BITS_SHARE * request.budget.seconds / len(places)
-            for plan in CompactPlace(there, ladders, simulator, seconds, than_ns).plans():
+            beside = than_ns < math.inf
+            for plan in CompactPlace(there, ladders, simulator, seconds, than_ns, is_beside=beside).plans():
                 if plan.predicted.step_time_ns < than_ns:
                     than_ns = plan.predicted.step_time_ns
                     made = partial(part.with_traffic, plan)
@@ -101,11 +104,14 @@ def _every_rung(graph: Graph, context: Context) -> Sequence[KeptIn]:
     return [KeptIn(names) for names in rungs_in_bits(graph, device)]
 
 
-def _meshes(front: Front, mesh: Mesh) -> list[LogicalMesh]:
-    """Those of the fastest plans of one stage; all where there is none."""
+def _meshes(front: Front, context: Context) -> list[LogicalMesh]:
+    """Those of the fastest plans of one stage; all where there is none, but where stages took its place: on many
+    devices (`passes.place`)."""
     ordered = sorted(front.found, key=lambda one: one.step_ns)
     known = [one.outline.axes for one in ordered if one.outline is not None and one.outline.num_submeshes == 1]
-    return [*dict.fromkeys(known)][:MESHES_IN_BITS] or logical_meshes(mesh)
+    mesh = context.request.mesh
+    in_stages = front.best is not None and context.looks_for_stages and mesh.num_devices > FEW_DEVICES
+    return [*dict.fromkeys(known)][:MESHES_IN_BITS] or ([] if in_stages else logical_meshes(mesh))
 
 
 # The best plan ----------------------------------------

@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+from autopar.branches import most_spared_ns
 from autopar.clock import Clock, ends
 from autopar.driver import Candidate, Context, Front, of_plan
 from autopar.interop.submeshes import logical_shapes
 from autopar.ir.mesh import logical_meshes
 from autopar.ir.outline import Outline, sizes_text
+from autopar.ir.plan import Plan
 from autopar.places import PlaceSearch
-from autopar.planning import Place, divided
+from autopar.planning import Place, divided, pinned_nodes
 from autopar.tunables import FEW_DEVICES, LEAST_PLACE_SHARE
 
 
@@ -49,8 +51,14 @@ def _search(asked: Candidate, front: Front, context: Context) -> PlaceSearch:
     clock = Clock.of(max(seconds - front.spent_s.get(asked, 0.0), LEAST_PLACE_SHARE * seconds))
     return PlaceSearch(
         asked.graph, context.blocks(asked.graph), request, context.profile, clock, context.noting(asked),
-        context.progress, None if known is None else known.step_ns, front.best is not None,
+        context.progress, None if known is None else known.step_ns, front.best is not None, _branches_spare_ns,
     )  # fmt: skip
+
+
+def _branches_spare_ns(there: Place, plan: Plan) -> int:
+    """What operators beside each other may spare of a plan in a place (`passes.branch`)."""
+    graph, pinned = there.part.graph, pinned_nodes(there.part.graph, there.request.constraints)
+    return most_spared_ns(graph, plan, there.shared_profile, there.part.blocks.representative_node, pinned)
 
 
 def _near(asked: Candidate, outline: Outline, front: Front, context: Context) -> Iterator[Candidate]:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from autopar.clock import Clock, ends, is_interrupted
+from autopar.collector import cached_method
 from autopar.cost import Profile
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
@@ -29,7 +30,7 @@ from autopar.progress import Report, reporting
 from autopar.request import Request
 from autopar.simulate import Incremental
 from autopar.trace import Blocks
-from autopar.tunables import LEAST_SOLVE_S, MOST_HIDDEN
+from autopar.tunables import LEAST_SOLVE_S
 from autopar.zero import Modules, ladders, pinned_modules, priced_levels, recomputable
 
 Found = tuple[Place, Plan]
@@ -43,12 +44,14 @@ class PlaceSearch:
     def __init__(
         self, graph: Graph, blocks: Blocks, request: Request, profile: Profile, clock: Clock,
         note: Callable[[Tried], None], progress: Report | None, than_ns: float | None, has_plan: bool,
+        gain_ns: Callable[[Place, Plan], int] = lambda there, plan: 0,
     ) -> None:  # fmt: skip
         """note: takes a row of the report for each place. than_ns: a step that is known, None for none; what cannot be
-        faster is left out. has_plan: of this graph or another, so that an interrupt may end the search with none."""
+        faster is left out. has_plan: of this graph or another, so that an interrupt may end the search with none.
+        gain_ns: what a plan in a place may gain yet by what is tried with plans that are nearly the fastest."""
         self.graph, self.blocks, self.profile, self.clock = graph, blocks, profile, clock
-        self.note, self.progress, self.has_plan = note, progress, has_plan
-        self.best_ns = math.inf if than_ns is None else than_ns
+        self.note, self.progress, self.has_plan, self.gain_ns = note, progress, has_plan, gain_ns
+        self.best_ns, self.is_known = (math.inf, False) if than_ns is None else (than_ns, True)
         self.options = recomputable(graph, self._paths)
         self.pinned = pinned_modules(self.options, request.constraints)
         self.request = request.recomputing(self.pinned or ())
@@ -63,12 +66,16 @@ class PlaceSearch:
         found: list[Found] = []
         for count in microbatch_counts(self.graph, self.request):
             before_ns, here = self.best_ns, self._places(count)
-            plans = self._candidates(here, lambda there, seconds: [there.fit(seconds)])
+            plans = self._candidates(here, lambda there, seconds: [self._fitting(there, seconds)])
             found += plans
             if ends(bool(found or self.has_plan)):
                 break
-            found += self._traded(here)
+            found += [] if self._is_over else self._traded(here)
+            self._forget()
             is_better = self.best_ns < before_ns or not found
+            if self._is_over:
+                self.note(Tried(setting="place", infeasible="the work that there is for one stage was done"))
+                break
             if not here or not is_better or (plans and _is_unlimited(*min(plans, key=_step_ns))):
                 break
         return found
@@ -76,28 +83,50 @@ class PlaceSearch:
     def _places(self, count: int) -> list[Place]:
         """Those that may have a faster plan than is known."""
         part = divided(self.graph, self.blocks, count)
-        meshes = logical_meshes(self.request.mesh)
-        here = [Place(part, axes, self.request, self.profile, by_factors=True) for axes in meshes]
+        meshes, shared = logical_meshes(self.request.mesh), self.profile.shared_by(self.request.mesh.devices_per_node)
+        simulator = Incremental(part.graph, shared)
+        here = [Place(part, axes, self.request, self.profile, by_factors=True, simulator=simulator) for axes in meshes]
         here = [there for there in here if self._may_be_faster(there)]
-        self.places += here
+        self.places += [replace(there, simulator=None) for there in here]  # which knows much
         return here
 
+    def _forget(self) -> None:
+        """What is known of places in one number of microbatches is of no use in others."""
+        vars(self).pop("_known__tradable", None)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the work that there is for this is done. Without a plan from elsewhere there is no such limit."""
+        return self.is_known and self.clock.is_over
+
     def _may_be_faster(self, there: Place) -> bool:
-        """Whether a step could be shorter there if all that stored tensors are gathered and reduced for hid: the bound
-        of the placements that cost least without a limit of memory."""
-        if self.best_ns == math.inf:
-            return True
-        budget = there.request.budget
-        return there.placements.least_step_ns(LEAST_SOLVE_S, budget.seed, budget.gap) <= self.best_ns * MOST_HIDDEN
+        return there.may_be_faster(self.best_ns)
+
+    def _fitting(self, there: Place, seconds: float) -> Plan:
+        """The best plan that fits with nothing else computed again. Raises InfeasibleError."""
+        for again, what in ((True, "whatever is computed again"), (False, "with nothing computed again")):
+            least = self._tradable(there).least_bytes(again)
+            if least > there.limit_bytes:
+                raise InfeasibleError(f"needs about {least:,} bytes a device at least, {what}")
+        return there.fit(seconds)
+
+    @cached_method
+    def _tradable(self, there: Place) -> TradedPlace:
+        assert there.simulator is not None, "places of a search are given one"
+        return TradedPlace(
+            there, self._ladders, there.simulator, self.request.budget.seconds, self.best_ns,
+            partial(self.gain_ns, there), self.request.budget.substitutions, self.is_known,
+        )  # fmt: skip
 
     def _traded(self, here: Sequence[Place]) -> list[Found]:
         """Of what may be faster, as fast as it is within the limit, with as little computed again as that takes."""
         if not here:
             return []
-        simulator = Incremental(here[0].part.graph, here[0].shared_profile)
 
         def fit(there: Place, seconds: float) -> list[Plan]:
-            return TradedPlace(there, self._ladders, simulator, seconds, self.best_ns).plans()
+            tradable = self._tradable(there)
+            tradable.seconds, tradable.best_ns = seconds, self.best_ns
+            return tradable.plans()
 
         return self._candidates([there for there in here if self._may_be_faster(there)], fit)
 
@@ -114,7 +143,7 @@ class PlaceSearch:
         found: list[Found] = []
         with reporting(self.progress, len(places)) as report:
             for number, there in enumerate(places):
-                if is_interrupted() and found:
+                if (is_interrupted() and found) or self._is_over:
                     break
                 seconds = max(LEAST_SOLVE_S, self.clock.left_s / (len(places) - number))
                 for plan in self._in_place(there, fit, seconds, report):

@@ -133,8 +133,8 @@ class Incremental:
         part, per_node, is_stage = plan.parts[index], devices_per_node(plan, index), len(plan.stages) > 1
         may_split = is_split or (self._may_split and is_stage)
         prices = part.axes, part.blocks, part.optimizer, per_node, profile
-        alike = prices, part.microbatches, part.recompute, part.copied_out, part.mode, is_stage, may_split, plan.runs
-        key = id(graph), is_cut, is_split, in_one, alike
+        alike = prices, part.microbatches, part.copied_out, part.mode, is_stage, may_split, plan.runs
+        key = id(graph), is_cut, is_split, in_one, part.recompute, alike
         found = self._variants.get(key)
         if found is None or found.is_full:
             found = self._variants[key] = Variants(

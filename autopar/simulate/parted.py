@@ -373,7 +373,7 @@ class _PartedPass:
             if not left:
                 break
             begin, done, rename = self.pieces[place]
-            own = {task[3] + begin for task in done.tasks if task[0] != COMPUTE} & left
+            own = {end for end in left if end - begin in done.sent_until}
             if own:
                 tasks = [
                     (name, what, *_since(moved[end + begin], begin), kind)

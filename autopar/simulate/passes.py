@@ -155,6 +155,11 @@ class Played(_Unmet):
     moved: Moved = field(default_factory=dict)  # of what was under way when it began
 
     @cached_property
+    def sent_until(self) -> frozenset[int]:
+        """When what was sent has arrived."""
+        return frozenset([end for name, _, _, end, _ in self.tasks if name != COMPUTE])
+
+    @cached_property
     def rise_bytes(self) -> int:
         """The most that it adds to what was there when it began. In order: when, at which moment of that, and what
         gives back before what takes (as in `Memory`)."""

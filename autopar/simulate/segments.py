@@ -17,11 +17,18 @@ from typing import Any, NamedTuple
 from autopar.ir.graph import Graph, Node, map_references
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Redistribute, StagePlan
-from autopar.ir.recompute import operator_call
+from autopar.ir.recompute import operator_call, tensors_again
 from autopar.ir.redistribution import Step
 from autopar.simulate.facts import GraphFacts, tensors_on_the_way
 
 ROOT_NODES = 24  # how many nodes of the program itself make a segment
+
+
+class Recomputed(NamedTuple):
+    """What a plan computes again: modules and operators' calls, by name; and the results of such operators."""
+
+    calls: frozenset[str]
+    tensors: frozenset[str]
 
 
 class Enters(NamedTuple):
@@ -35,7 +42,8 @@ class Enters(NamedTuple):
 class Segment:
     """Consecutive nodes. enters: tensors of before that this or a later one reads, a stored one if several do.
     leaves: how each of those that the next begins with comes about; made: its results; stored: stored tensors that
-    no other segment reads; keeps: all that it reads; kind: equal of equal segments."""
+    no other segment reads; keeps: all that it reads; runs_again: whether anything of it, or that enters it, is computed
+    again; kind: equal of equal segments, whatever is computed again of others."""
 
     number: int
     nodes: tuple[Node, ...]
@@ -44,6 +52,7 @@ class Segment:
     made: tuple[str, ...]
     stored: tuple[str, ...]
     keeps: tuple[str, ...]
+    runs_again: bool = True
     kind: int = -1
 
 
@@ -74,6 +83,7 @@ def segments_of(
     it sends is read in the last one. is_split: its backward pass comes in two parts. kinds: by form, of other stages'
     segments, too; these are added."""
     kinds = {} if kinds is None else kinds
+    tensors = tensors_again(graph, tuple(sorted(recomputed)))
     way = tensors_on_the_way(graph) if is_split and is_cut else frozenset[str]()
     runs = _runs(graph, facts, recomputed) if is_cut and graph.nodes else [graph.nodes]
     while (
@@ -106,10 +116,12 @@ def segments_of(
         ends = number == 0, number == len(runs) - 1
         form: Hashable = ("a whole stage", len(kinds))  # like no other
         if len(runs) > 1:
-            form = _form(graph, facts, recomputed, run, enters, leaves, (*made, *begun), stored, ends, way)
+            again = Recomputed(recomputed, tensors)
+            form = _form(graph, facts, again, run, enters, leaves, (*made, *begun), stored, ends, way)
         kind = kinds.setdefault(form, len(kinds))
         keeps = tuple(dict.fromkeys(n for node in run for n in node.operands if n in graph.stored_by_tensor))
-        found.append(Segment(number, run, enters, leaves, (*made, *begun), stored, keeps, kind))
+        runs_again = not tensors.isdisjoint(enters) or any(_runs_again(node, recomputed) for node in run)
+        found.append(Segment(number, run, enters, leaves, (*made, *begun), stored, keeps, runs_again, kind))
         enters = after
     return tuple(found)
 
@@ -148,20 +160,31 @@ def _is_shared(graph: Graph, name: str) -> bool:
     return len({node.scope.module for node, _ in graph.consumers[name]}) > 1
 
 
+def _runs_again(node: Node, recomputed: frozenset[str]) -> bool:
+    """Whether a module around an operator, or it by itself, is computed again."""
+    return bool(recomputed) and (
+        operator_call(node) in recomputed or any(path in recomputed for path, _ in node.scope.path)
+    )
+
+
 def _form(
-    graph: Graph, facts: GraphFacts, recomputed: frozenset[str], nodes: tuple[Node, ...], enters: tuple[str, ...],
+    graph: Graph, facts: GraphFacts, again: Recomputed, nodes: tuple[Node, ...], enters: tuple[str, ...],
     leaves: tuple[Enters, ...], made: tuple[str, ...], stored: tuple[str, ...], ends: tuple[bool, bool],
     way: frozenset[str],
 ) -> Hashable:  # fmt: skip
-    """All that lowering asks of a segment's graph, by places instead of names."""
+    """All that lowering asks of a segment's graph, and of what is computed again there, by places instead of names: so
+    that equal segments are equal whatever is computed again elsewhere."""
+    recomputed = again.calls
     codes = {name: ("enters", place) for place, name in enumerate(enters)}
     codes |= {name: ("made", place) for place, name in enumerate(made)}
     codes |= {name: ("stored", place) for place, name in enumerate(stored)}
     prefix = _common(nodes)
     coded = tuple(_coded(node, codes, prefix, recomputed) for node in nodes)
-    described = tuple((_described(graph, facts, name, prefix), name in way) for name in (*enters, *made, *stored))
+    described = tuple(
+        (_described(graph, facts, name, prefix, recomputed), name in way, name in again.tensors)
+        for name in (*enters, *made, *stored)
+    )
     units = [facts.block_of(node.scope.module, recomputed) for node in nodes]
-    units += [facts.block_of(graph.stored_by_tensor[name].name, recomputed) for name in stored]
     return repr((coded, described, leaves, ends, tuple(_inside(unit, prefix) for unit in units)))
 
 
@@ -170,18 +193,21 @@ def _coded(node: Node, codes: Mapping[str, Any], prefix: str, recomputed: frozen
     scope: Any = tuple((_inside(path, prefix), kind, path in recomputed) for path, kind in node.scope.path)
     args = map_references(node.args, codes.__getitem__)
     kwargs = tuple((key, map_references(value, codes.__getitem__)) for key, value in node.kwargs)
-    scope = (scope, operator_call(node) in recomputed) if recomputed else scope
+    scope = (scope, bool(recomputed) and operator_call(node) in recomputed)
     return node.op, args, kwargs, tuple(codes.get(name or "") for name in node.outputs), scope
 
 
-def _described(graph: Graph, facts: GraphFacts, name: str, prefix: str) -> Any:
+def _described(graph: Graph, facts: GraphFacts, name: str, prefix: str, recomputed: frozenset[str]) -> Any:
     tensor, stored = graph.tensors[name], graph.stored_by_tensor.get(name)
     flags = (
         name in facts.constants, name in facts.folded, name in graph.outputs, name == graph.loss, name in graph.inputs,
         name in graph.mutations.values(), name in graph.producers, name in graph.received, name in graph.sent,
     )  # fmt: skip
     whole = tensor.shape, graph.whole_shapes.get(name), tensor.dtype, tensor.differentiable, graph.kept_dtypes.get(name)
-    held = stored and (_inside(stored.name, prefix), stored.kind, stored.requires_grad, stored.name in graph.mutations)
+    held = stored and (
+        _inside(stored.name, prefix), stored.kind, stored.requires_grad, stored.name in graph.mutations,
+        _inside(facts.block_of(stored.name, recomputed), prefix),
+    )  # fmt: skip
     return whole, flags, held
 
 
@@ -369,7 +395,7 @@ class Differences:
         begin, places = self._begins[segment.number], self._keeps[segment.number]
         nodes = tuple(self._codes[begin : begin + len(segment.nodes)])
         storage = tuple([self._storage_codes[place] for place in places])
-        read = self._read_elsewhere(segment, plan) if self._recomputes else ()
+        read = self._read_elsewhere(segment, plan) if segment.runs_again else ()
         return self._numbers.of((segment.kind, nodes, storage, read))
 
     def _code_of(self, number: int) -> int:

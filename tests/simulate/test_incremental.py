@@ -30,6 +30,7 @@ from autopar.simulate.parts import PartLowering
 from autopar.simulate.segments import segments_of
 from autopar.soap.space import Change
 from autopar.trace import find_blocks, trace
+from autopar.zero import joined, recomputable
 from benchmarks.soap.cases import CASES, WAITS, Start, start
 from benchmarks.soap.delta import PARTS, bounds_broken, differences
 from benchmarks.soap.proposals import Proposer
@@ -82,6 +83,36 @@ def test_equal_layers_of_which_some_are_computed_again_are_told_apart() -> None:
     for again in ((), (paths[0],), (paths[1],), (f"{paths[1]}.attention",), (paths[0], f"{paths[1]}.attention")):
         other = replace(plan, recompute=again)
         assert not differences(simulate_whole(part.graph, other, profile), incremental.timeline(other)), again
+
+
+@pytest.mark.parametrize("name", ["gpt, data and tensor, 2 microbatches", "gpt, CPU, ZeRO-3"])
+def test_what_is_known_of_a_layer_serves_whatever_is_computed_again_of_others(name: str) -> None:
+    """Segments are lowered once for all that is computed again elsewhere: modules, attention, or operators."""
+    part, plan, profile = begin(name)
+    options = recomputable(part.graph, [path for group in plan.blocks for path in group])
+    kinds = [*zip(options.full, options.attention, options.operators, strict=True)]
+    incremental, rng = Incremental(part.graph, profile), random.Random(5)
+    for _ in range(9):
+        again = joined([rng.choice([(), *of_block]) for of_block in kinds])
+        other = replace(plan, recompute=again)
+        assert not differences(simulate_whole(part.graph, other, profile), incremental.timeline(other)), again
+
+
+def test_a_layer_is_lowered_once_however_many_others_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    part, plan, profile = begin(GPT)
+    paths = [path for group in plan.blocks for path in group]
+    incremental, lowered, lower = Incremental(part.graph, profile), list[str](), PartLowering.lower
+
+    def noted(self: PartLowering, segment: segments.Segment, *rest: Any) -> Any:
+        lowered.append(segment.nodes[0].name)
+        return lower(self, segment, *rest)
+
+    monkeypatch.setattr(PartLowering, "lower", noted)
+    incremental.timeline(replace(plan, recompute=tuple(paths[:2])))
+    lowered.clear()
+    for count in (3, 4, 5):
+        incremental.timeline(replace(plan, recompute=tuple(paths[:count])))
+    assert not lowered
 
 
 def test_a_shared_parameter_that_is_regathered_to_several_placements_is_gathered_for_each() -> None:
