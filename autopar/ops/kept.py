@@ -31,6 +31,11 @@ def divided(node: Node, graph: Graph) -> list[Saved]:
     return list(node.operands) if len(node.operands) > 1 else []
 
 
+def between(node: Node, graph: Graph) -> list[Saved]:
+    """Both ends and the weight; nothing where that is a number."""
+    return list(node.operands) if node.op.endswith(".Tensor") else []
+
+
 _NOTHING = """
     floor ceil round sign trunc frac positive _conj_physical view_as_complex view_as_real _neg_view _conj
     diag diag_embed diagonal_copy expand_copy view_copy _reshape_copy unsafe_split unsafe_split_with_sizes
@@ -39,7 +44,7 @@ _NOTHING = """
 """
 _OPERAND = "selu square logit nan_to_num atanh softshrink hardshrink nansum"
 _OPERANDS = (
-    "maximum minimum atan2 xlogy lerp addcmul addcdiv grid_sampler_2d grid_sampler_3d linalg_cross _prelu_kernel"
+    "maximum minimum atan2 xlogy addcdiv grid_sampler_2d grid_sampler_3d linalg_cross _prelu_kernel"
 )
 _CHOSEN = "max min sort topk kthvalue median nanmedian mode"
 
@@ -52,7 +57,8 @@ KEPT: dict[str, SaveRule] = {
     **dict.fromkeys(("masked_scatter", "index_fill", "_unsafe_index", "_unsafe_index_put"), saved.indices),
     **dict.fromkeys(("fmod", "remainder"), divided),
     "take": saved.operands,
-    "addr": kept_of((1, 2)),
-    "addbmm": kept_of((1, 2)),
+    "lerp": between,
+    "put": saved.added_by_index,
+    **dict.fromkeys(("addr", "addbmm", "addcmul"), saved.each_other(1, 2)),
 }
 """By name, for all overloads."""

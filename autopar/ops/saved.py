@@ -127,7 +127,7 @@ def _products_on_the_way(node: Node, graph: Graph) -> list[Extra]:
 
 
 def matrices(node: Node, graph: Graph) -> list[Saved]:
-    """Of linear and convolution: input and weight, each for the gradient of the other; never the bias.
+    """Of linear: input and weight, each for the gradient of the other; never the bias.
 
     An input that is copied for the product is kept as that copy.
     """
@@ -135,6 +135,11 @@ def matrices(node: Node, graph: Graph) -> list[Saved]:
     kept_left: Saved = whole_copy(graph.tensors[left]) if node.name in copied(graph).rows else left
     pairs = ((kept_left, right), (right, left))
     return [kept for kept, wanted in pairs if _differentiable(wanted, graph)]
+
+
+def windows(node: Node, graph: Graph) -> list[Saved]:
+    """Of a convolution: input and weight both, whichever gets a gradient: torch has one formula for all three."""
+    return list(node.operands[:2])
 
 
 def broadcast_matrices(node: Node, graph: Graph) -> list[Saved]:
@@ -155,9 +160,8 @@ def broadcast_matrices(node: Node, graph: Graph) -> list[Saved]:
 
 
 def added_matrices(node: Node, graph: Graph) -> list[Saved]:
-    _, left, right = node.operands[:3]
-    pairs = ((left, right), (right, left))
-    return [kept for kept, wanted in pairs if _differentiable(wanted, graph)]
+    """Of a sum with a product: its factors."""
+    return each_other(1, 2)(node, graph)
 
 
 def quotient(node: Node, graph: Graph) -> list[Saved]:
@@ -189,6 +193,27 @@ def indices(node: Node, graph: Graph) -> list[Saved]:
 def added_by_index(node: Node, graph: Graph) -> list[Saved]:
     """Indices, and what is added or set, for its shape alone."""
     return list(dict.fromkeys([*indices(node, graph), node.operands[2]]))
+
+
+def where_trained(places: Iterable[int], rule: SaveRule) -> SaveRule:
+    """The rule, where an operand at one of these places gets a gradient; else nothing is kept."""
+    wanted = tuple(places)
+
+    def kept(node: Node, graph: Graph) -> list[Saved]:
+        found = (node.operands[place] for place in wanted if place < len(node.operands))
+        return rule(node, graph) if any(_differentiable(name, graph) for name in found) else []
+
+    return kept
+
+
+def each_other(first: int, second: int) -> SaveRule:
+    """Two operands, each for the gradient of the other."""
+
+    def kept(node: Node, graph: Graph) -> list[Saved]:
+        pairs = ((first, second), (second, first))
+        return [node.operands[one] for one, other in pairs if _differentiable(node.operands[other], graph)]
+
+    return kept
 
 
 def power(node: Node, graph: Graph) -> list[Saved]:
