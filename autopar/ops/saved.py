@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from autopar.ir.graph import Graph, Node, Tensor
+from autopar.ir.graph import Graph, Node, Ref, Tensor
 from autopar.ir.placement import Shape
 from autopar.ops.call import argument, base_name
 from autopar.ops.layout import copied
@@ -65,7 +65,11 @@ def _differentiable(name: str, graph: Graph) -> bool:
 
 
 def everything(node: Node, graph: Graph) -> list[Saved]:
-    return [*node.operands, *node.results]
+    """Results that nothing reads, too: each is taken to be as large as the largest tensor that is known."""
+    known = [graph.tensors[name] for name in (*node.operands, *node.results)]
+    largest = max(known, key=lambda tensor: tensor.num_bytes, default=None)
+    unread = sum(name is None for name in node.outputs) if largest is not None else 0
+    return [*node.operands, *node.results, *(whole_copy(largest) for _ in range(unread) if largest is not None)]
 
 
 def nothing(node: Node, graph: Graph) -> list[Saved]:
@@ -235,7 +239,7 @@ def dropout(node: Node, graph: Graph) -> list[Saved]:
 
 
 def row_normalization(node: Node, graph: Graph) -> list[Saved]:
-    """Input, weight, and a mean and a reciprocal deviation for each normalised row."""
+    """Input, weight and bias, and a mean and a reciprocal deviation for each normalised row."""
     return _normalized_rows(node, graph, statistics=2)
 
 
@@ -249,8 +253,7 @@ def _normalized_rows(node: Node, graph: Graph, statistics: int) -> list[Saved]:
     normalised = len(argument(node, 1, "normalized_shape", tensor.shape[-1:]))
     rows = tuple(range(len(tensor.shape) - normalised))
     return [
-        node.operands[0],
-        *node.operands[1:2],
+        *node.operands,
         Extra(tensor.name, rows, max(FLOAT32_BYTES, tensor.itemsize) * statistics),
     ]
 
@@ -265,8 +268,10 @@ def composed_rms_norm(node: Node, graph: Graph) -> list[Saved]:
 
 
 def batch_normalization(node: Node, graph: Graph) -> list[Saved]:
-    """Input, weight, and the statistics of each channel, which are results when the operator names them."""
-    return [*node.operands[:2], Extra(node.operands[0], (1,), 8)]
+    """All but the bias, and two statistics of each channel, which are results when the operator names them."""
+    channels = Extra(node.operands[0], (1,), 2 * max(FLOAT32_BYTES, graph.tensors[node.operands[0]].itemsize))
+    bias = argument(node, 2, "bias", None)
+    return [*(name for name in node.operands if not isinstance(bias, Ref) or name != bias.tensor), channels]
 
 
 def attention(node: Node, graph: Graph) -> list[Saved]:
