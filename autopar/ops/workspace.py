@@ -93,6 +93,14 @@ def quotient(sizes: Sizes) -> Workspace:
     return 0, 2 * sizes.result
 
 
+def distances(sizes: Sizes) -> Workspace:
+    """Of distances by a product: each side with its norms and a column of ones, and what it is joined of; backward, two
+    tensors as large as the result, and as many of each side."""
+    sides = [math.prod(shape) * sizes.itemsize for shape in sizes.operands]
+    columns = [4 * math.prod(shape[:-1]) * sizes.itemsize for shape in sizes.operands]
+    return 2 * sum(sides) + sum(columns), 2 * sizes.result + 2 * sum(sides)
+
+
 def cross_entropy(sizes: Sizes) -> Workspace:
     """Two gradients as large as the logits: of the log-probabilities, then of the logits."""
     return 0, sizes.operand(0)
