@@ -34,7 +34,12 @@ def factored(node: Node, graph: Graph) -> list[Saved]:
     """Of a determinant: the matrices, their factors and pivots, and the sign."""
     matrix = graph.tensors[node.operands[0]]
     dims = tuple(range(len(matrix.shape) - 1))
-    return [matrix.name, whole_copy(matrix), Extra(matrix.name, dims, 4), Extra(matrix.name, dims[:-1], matrix.itemsize)]
+    return [
+        matrix.name,
+        whole_copy(matrix),
+        Extra(matrix.name, dims, 4),
+        Extra(matrix.name, dims[:-1], matrix.itemsize),
+    ]
 
 
 def divided(node: Node, graph: Graph) -> list[Saved]:
@@ -56,9 +61,7 @@ _NOTHING = """
     _upsample_bicubic2d_aa
 """
 _OPERAND = "_fft_r2c selu square logit nan_to_num atanh softshrink hardshrink nansum"
-_OPERANDS = (
-    "maximum minimum atan2 xlogy addcdiv grid_sampler_2d grid_sampler_3d linalg_cross _prelu_kernel"
-)
+_OPERANDS = "maximum minimum atan2 xlogy addcdiv grid_sampler_2d grid_sampler_3d linalg_cross _prelu_kernel"
 _CHOSEN = "max min sort topk kthvalue median nanmedian mode"
 
 KEPT: dict[str, SaveRule] = {

@@ -340,7 +340,9 @@ _CONVOLUTION = _PRODUCT.by(
     limits=(_groups_error, _windows_error), mixes_samples=_pads_split_dim,
     lowered=_borders_memory(workspace.convolution),
 )  # fmt: skip
-_TRANSPOSED = _PRODUCT.by(transposed_convolution, work=work.TRANSPOSED_CONVOLUTION)
+_TRANSPOSED = _PRODUCT.by(
+    transposed_convolution, work=work.TRANSPOSED_CONVOLUTION, workspace=workspace.transposed_convolution
+)
 _MAX = _OF_IMAGES.by(work=work.MAX_POOL, saved=saved.pooled)
 _MAX_POOL = _MAX.by(
     max_pool, inside=_exchange, local=_max_pool_local, limits=(_windows_error,), mixes_samples=_pads_split_dim,

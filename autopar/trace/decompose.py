@@ -180,7 +180,12 @@ def _composites_listed_once() -> Iterator[None]:
 
 
 def _decompositions() -> dict[OpOverload, Callable[..., Any]]:
-    return {**{op: taken_apart for op, taken_apart in _known().items() if not has_rules(op)}, **_OF_REALS, **_COMPUTED, **_REDUCED}
+    return {
+        **{op: taken_apart for op, taken_apart in _known().items() if not has_rules(op)},
+        **_OF_REALS,
+        **_COMPUTED,
+        **_REDUCED,
+    }
 
 
 @cache

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.cost.kept import BY_THE_RUNTIME, Held, held, held_in
 from tests.ops.interpreter import make_case
@@ -40,7 +40,7 @@ def _held(sample: Sample, each_alone: bool = False) -> Iterator[Held]:
     tensors, names = case.graph.tensors, case.node.operands
     every = tuple(dict.fromkeys(name for name in names if tensors[name].differentiable))
     for trained in [(name,) for name in every if len(every) > 1] if each_alone else [every]:
-        known = {name: replace(tensor, differentiable=tensor.differentiable and name not in every or name in trained)
+        known = {name: replace(tensor, differentiable=(tensor.differentiable and name not in every) or name in trained)
                  for name, tensor in tensors.items()}  # fmt: skip
         graph, values = replace(case.graph, tensors=known), dict(zip(names, case.operands, strict=True))
         found, _ = held(f"{sample} for {trained}", case.node, graph, values)

@@ -1,6 +1,7 @@
 """Runs kinds of models: python -m tests.random_programs.kinds [--only TEXT] [--plans N] [--staged N] [--seed S]
 
-Each is drawn in sizes that do not divide, and whole models of `constructs.practice` are taken as they are, under random plans of one stage and of several, on ranks that are threads.
+Each is drawn in sizes that do not divide; whole models (`constructs.practice`) are taken as they are. Plans are random,
+of one stage and of several, on ranks that are threads.
 Ends with 1 where something is wrong; what autopar refuses is told and is not.
 """
 
