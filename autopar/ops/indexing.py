@@ -192,6 +192,11 @@ def searchsorted(call: Call) -> list[AxisRule]:
     return Entry(f"{', '.join(operands)} -> {' '.join(made)}")(call)
 
 
+def _of_source(rule: saved.SaveRule) -> saved.SaveRule:
+    """What is added to keeps its gradient as it is: indices are kept for that of what is added."""
+    return saved.where_trained((2,), rule)
+
+
 INDEXING: dict[str, Operator] = {
     "aten.index.Tensor": kinds.LOOKUP.by(index),
     "aten._unsafe_index.Tensor": Operator(index),
@@ -204,9 +209,9 @@ INDEXING: dict[str, Operator] = {
     "aten.scatter.value": kinds.SCATTER.by(scatter(_never)),
     "aten.scatter.reduce": kinds.SCATTER.by(scatter(lambda call: call.arguments["reduce"] == "add")),
     "aten.scatter.value_reduce": kinds.SCATTER.by(scatter(_never)),
-    "aten.scatter_add.default": kinds.SCATTER.by(scatter(lambda call: True)),
+    "aten.scatter_add.default": kinds.SCATTER.by(scatter(lambda call: True), saved=_of_source(saved.indices)),
     "aten.scatter_reduce.two": Operator(scatter(_adds_to_own), work=work.SCATTER),
-    "aten.index_add.default": kinds.SCATTER.by(along_index(adds=True), saved=saved.added_by_index),
+    "aten.index_add.default": kinds.SCATTER.by(along_index(adds=True), saved=_of_source(saved.added_by_index)),
     "aten.index_copy.default": kinds.SCATTER.by(along_index(adds=False), saved=saved.added_by_index),
     "aten.index_fill.int_Scalar": Operator(along_index(adds=False)),
     "aten.index_fill.int_Tensor": Operator(along_index(adds=False)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from autopar.ir.placement import P, S
-from autopar.ops import kinds, views
+from autopar.ops import kinds, views, workspace
 from autopar.ops.call import Call
 from autopar.ops.notation import AxisRule
 from autopar.ops.operator import Operator
@@ -157,6 +157,7 @@ LONG_TAIL: dict[str, Operator] = {
     # matrices, distances, sampling
     "aten.linalg_solve_triangular.default": Operator(solve_triangular),
     "aten._cdist_forward.default": Operator(Entry("... m D, ... n D -> ... m n")),
+    "aten._euclidean_dist.default": Operator(Entry("... m D, ... n D -> ... m n"), workspace=workspace.distances),
     "aten.grid_sampler_2d.default": Operator(Entry("n c X0 X1, n y0 y1 W -> n c y0 y1", "PR")),
     "aten.grid_sampler_3d.default": Operator(Entry("n c X0 X1 X2, n y0 y1 y2 W -> n c y0 y1 y2", "PR")),
     "aten._prelu_kernel.default": Operator(Entry("..., ... -> ...")),

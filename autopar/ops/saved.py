@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from autopar.ir.graph import Graph, Node, Tensor
+from autopar.ir.graph import Graph, Node, Ref, Tensor
 from autopar.ir.placement import Shape
 from autopar.ops.call import argument, base_name
 from autopar.ops.layout import copied
@@ -65,7 +65,11 @@ def _differentiable(name: str, graph: Graph) -> bool:
 
 
 def everything(node: Node, graph: Graph) -> list[Saved]:
-    return [*node.operands, *node.results]
+    """Results that nothing reads, too: each is taken to be as large as the largest tensor that is known."""
+    known = [graph.tensors[name] for name in (*node.operands, *node.results)]
+    largest = max(known, key=lambda tensor: tensor.num_bytes, default=None)
+    unread = sum(name is None for name in node.outputs) if largest is not None else 0
+    return [*node.operands, *node.results, *(whole_copy(largest) for _ in range(unread) if largest is not None)]
 
 
 def nothing(node: Node, graph: Graph) -> list[Saved]:
@@ -127,7 +131,7 @@ def _products_on_the_way(node: Node, graph: Graph) -> list[Extra]:
 
 
 def matrices(node: Node, graph: Graph) -> list[Saved]:
-    """Of linear and convolution: input and weight, each for the gradient of the other; never the bias.
+    """Of linear: input and weight, each for the gradient of the other; never the bias.
 
     An input that is copied for the product is kept as that copy.
     """
@@ -135,6 +139,11 @@ def matrices(node: Node, graph: Graph) -> list[Saved]:
     kept_left: Saved = whole_copy(graph.tensors[left]) if node.name in copied(graph).rows else left
     pairs = ((kept_left, right), (right, left))
     return [kept for kept, wanted in pairs if _differentiable(wanted, graph)]
+
+
+def windows(node: Node, graph: Graph) -> list[Saved]:
+    """Of a convolution: input and weight both, whichever gets a gradient: torch has one formula for all three."""
+    return list(node.operands[:2])
 
 
 def broadcast_matrices(node: Node, graph: Graph) -> list[Saved]:
@@ -155,9 +164,8 @@ def broadcast_matrices(node: Node, graph: Graph) -> list[Saved]:
 
 
 def added_matrices(node: Node, graph: Graph) -> list[Saved]:
-    _, left, right = node.operands[:3]
-    pairs = ((left, right), (right, left))
-    return [kept for kept, wanted in pairs if _differentiable(wanted, graph)]
+    """Of a sum with a product: its factors."""
+    return each_other(1, 2)(node, graph)
 
 
 def quotient(node: Node, graph: Graph) -> list[Saved]:
@@ -191,6 +199,27 @@ def added_by_index(node: Node, graph: Graph) -> list[Saved]:
     return list(dict.fromkeys([*indices(node, graph), node.operands[2]]))
 
 
+def where_trained(places: Iterable[int], rule: SaveRule) -> SaveRule:
+    """The rule, where an operand at one of these places gets a gradient; else nothing is kept."""
+    wanted = tuple(places)
+
+    def kept(node: Node, graph: Graph) -> list[Saved]:
+        found = (node.operands[place] for place in wanted if place < len(node.operands))
+        return rule(node, graph) if any(_differentiable(name, graph) for name in found) else []
+
+    return kept
+
+
+def each_other(first: int, second: int) -> SaveRule:
+    """Two operands, each for the gradient of the other."""
+
+    def kept(node: Node, graph: Graph) -> list[Saved]:
+        pairs = ((first, second), (second, first))
+        return [node.operands[one] for one, other in pairs if _differentiable(node.operands[other], graph)]
+
+    return kept
+
+
 def power(node: Node, graph: Graph) -> list[Saved]:
     """The result, too, where the exponent is a tensor."""
     is_exponent = len(node.operands) > 1 or node.op.endswith(".Scalar")
@@ -210,7 +239,7 @@ def dropout(node: Node, graph: Graph) -> list[Saved]:
 
 
 def row_normalization(node: Node, graph: Graph) -> list[Saved]:
-    """Input, weight, and a mean and a reciprocal deviation for each normalised row."""
+    """Input, weight and bias, and a mean and a reciprocal deviation for each normalised row."""
     return _normalized_rows(node, graph, statistics=2)
 
 
@@ -224,8 +253,7 @@ def _normalized_rows(node: Node, graph: Graph, statistics: int) -> list[Saved]:
     normalised = len(argument(node, 1, "normalized_shape", tensor.shape[-1:]))
     rows = tuple(range(len(tensor.shape) - normalised))
     return [
-        node.operands[0],
-        *node.operands[1:2],
+        *node.operands,
         Extra(tensor.name, rows, max(FLOAT32_BYTES, tensor.itemsize) * statistics),
     ]
 
@@ -240,8 +268,10 @@ def composed_rms_norm(node: Node, graph: Graph) -> list[Saved]:
 
 
 def batch_normalization(node: Node, graph: Graph) -> list[Saved]:
-    """Input, weight, and the statistics of each channel, which are results when the operator names them."""
-    return [*node.operands[:2], Extra(node.operands[0], (1,), 8)]
+    """All but the bias, and two statistics of each channel, which are results when the operator names them."""
+    channels = Extra(node.operands[0], (1,), 2 * max(FLOAT32_BYTES, graph.tensors[node.operands[0]].itemsize))
+    bias = argument(node, 2, "bias", None)
+    return [*(name for name in node.operands if not isinstance(bias, Ref) or name != bias.tensor), channels]
 
 
 def attention(node: Node, graph: Graph) -> list[Saved]:

@@ -61,6 +61,11 @@ def pointwise(call: Call) -> list[AxisRule]:
     return einsum_rules(text, call.operand_shapes, call.result_shapes, words)
 
 
+def pointwise_loss(call: Call) -> list[AxisRule]:
+    """A loss of each element; of what is reduced to a number nothing splits."""
+    return pointwise(call) if call.arguments["reduction"] == 0 else []
+
+
 LINEAR_SUMS = Entry("... k, n k, n -> ... n", "PRP RPP", additive=(2,))
 
 
@@ -252,6 +257,7 @@ OPERATORS: dict[str, Operator] = {
     "aten.lerp.Tensor": Operator(linear="PPR"),
     "aten.addcmul.default": Operator(linear="PPR PRP"),
     "aten.addcdiv.default": Operator(linear="PPR"),
+    "aten.binary_cross_entropy.default": Operator(pointwise_loss, saved=saved.operands),
     **_named("relu", Operator(saved=saved.result, in_bits=in_bits.RELU)),
     **_named("leaky_relu", kinds.OF_INPUT.by(in_bits=in_bits.LEAKY_RELU)),
     **_named("clamp clip", kinds.CLAMP.by(workspace=workspace.compared(2))),
@@ -295,6 +301,9 @@ _LIKE = ("ones_like", "zeros_like", "full_like", "empty_like")
 #: pointwise for our purpose, though torch does not tag them so
 _POINTWISE = {"aten.clone.default", "aten._to_copy.default", "aten.detach.default", "aten.masked_fill.Scalar",
               "aten.contiguous.default", "aten.to.dtype", "aten.__and__.Tensor", "aten.__or__.Tensor",
+              "aten.__and__.Scalar", "aten.__or__.Scalar", "aten.__xor__.Scalar", "aten.__lshift__.Tensor",
+              "aten.__rshift__.Tensor", "aten.bitwise_left_shift.Tensor_Scalar",
+              "aten.bitwise_right_shift.Tensor_Scalar",
               "aten.polar.default", "aten.complex.default", "aten.masked_fill.Tensor", "aten.hardswish.default",
               "aten.log_sigmoid.default", "aten.floor_divide.default"}  # fmt: skip
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from autopar.ir.graph import Node
+from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Axis, P, Placement, R, S, chunk_length, local_shape, num_shards
 from autopar.ops import saved, work, workspace
 from autopar.ops.call import Call, argument
@@ -327,14 +327,22 @@ def _borders_memory(own: workspace.WorkspaceRule | None, index_bytes: int = 0) -
     return memory
 
 
+def _adapted(node: Node, graph: Graph) -> list[saved.Saved]:
+    """Of adaptive average pooling: the input, for its shape; nothing of a mean over all, which torch takes instead."""
+    windows = argument(node, 1, "output_size", ())
+    return [] if set(windows if isinstance(windows, tuple) else (windows,)) == {1} else saved.operand(node, graph)
+
+
 _OF_IMAGES = Operator(needs_elements=True, cuts_samples_alone=True)
-_PRODUCT = _OF_IMAGES.by(saved=saved.matrices, limits=(_groups_error,), groups=Groups("groups", _channel))
+_PRODUCT = _OF_IMAGES.by(saved=saved.windows, limits=(_groups_error,), groups=Groups("groups", _channel))
 _CONVOLUTION = _PRODUCT.by(
     convolution, work=work.CONVOLUTION, workspace=workspace.convolution, inside=_exchange, local=_convolution_local,
     limits=(_groups_error, _windows_error), mixes_samples=_pads_split_dim,
     lowered=_borders_memory(workspace.convolution),
 )  # fmt: skip
-_TRANSPOSED = _PRODUCT.by(transposed_convolution, work=work.TRANSPOSED_CONVOLUTION)
+_TRANSPOSED = _PRODUCT.by(
+    transposed_convolution, work=work.TRANSPOSED_CONVOLUTION, workspace=workspace.transposed_convolution
+)
 _MAX = _OF_IMAGES.by(work=work.MAX_POOL, saved=saved.pooled)
 _MAX_POOL = _MAX.by(
     max_pool, inside=_exchange, local=_max_pool_local, limits=(_windows_error,), mixes_samples=_pads_split_dim,
@@ -345,7 +353,9 @@ _AVG_POOL = _MEAN.by(
     avg_pool, inside=_exchange, local=_avg_pool_local, limits=(_windows_error,), mixes_samples=_pads_split_dim,
     lowered=_borders_memory(None),
 )  # fmt: skip
-_ADAPTIVE_AVG_POOL = _MEAN.by(adaptive_avg_pool, work=work.ADAPTIVE_AVG_POOL, local=_adaptive_avg_pool_local)
+_ADAPTIVE_AVG_POOL = _MEAN.by(
+    adaptive_avg_pool, work=work.ADAPTIVE_AVG_POOL, local=_adaptive_avg_pool_local, saved=_adapted
+)
 _OTHER_POOLS = """
     _adaptive_avg_pool2d _adaptive_avg_pool3d fractional_max_pool2d fractional_max_pool3d max_pool1d_with_indices
     max_pool3d_with_indices max_pool2d_with_indices_backward max_unpool2d max_unpool3d _upsample_bilinear2d_aa

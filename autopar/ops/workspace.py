@@ -43,6 +43,7 @@ class Sizes(NamedTuple):
 
 
 CHANNEL_BLOCK, IMAGE_CHANNELS = 16, 3  # of oneDNN's layouts, and channels that it reads as they are
+WIDEST_OF_ONEDNN = 4  # bytes: it has no convolution of float64
 INDEX_BYTES = 8  # torch numbers rows and classes in int64
 
 Workspace = tuple[int, int]
@@ -91,6 +92,14 @@ def quotient(sizes: Sizes) -> Workspace:
     if len(sizes.operands) < 2 or not sizes.differentiable[1]:
         return 0, 0
     return 0, 2 * sizes.result
+
+
+def distances(sizes: Sizes) -> Workspace:
+    """Of distances by a product: each side with its norms and a column of ones, and what it is joined of; backward, two
+    tensors as large as the result, and as many of each side."""
+    sides = [math.prod(shape) * sizes.itemsize for shape in sizes.operands]
+    columns = [4 * math.prod(shape[:-1]) * sizes.itemsize for shape in sizes.operands]
+    return 2 * sum(sides) + sum(columns), 2 * sizes.result + 2 * sum(sides)
 
 
 def cross_entropy(sizes: Sizes) -> Workspace:
@@ -243,6 +252,9 @@ def convolution(sizes: Sizes) -> Workspace:
     of 16, which is never less."""
     if sizes.device_type != "cpu" or is_plain_convolution(sizes):
         return 0, 0
+    if sizes.itemsize > WIDEST_OF_ONEDNN:
+        columns = _columns(sizes, sizes.operands[0], sizes.results[0])
+        return columns, columns
     x, weight, result = sizes.operand(0), sizes.operand(1), sizes.result
     is_image = sizes.operands[0][_channel_of(sizes)] <= IMAGE_CHANNELS
     wide, wide_result = x if is_image else _filled(sizes.operands[0], sizes), _filled(sizes.results[0], sizes)
@@ -255,6 +267,28 @@ def convolution(sizes: Sizes) -> Workspace:
         wide = _filled(sizes.operands[0], sizes)
     copied = wide + wide_result + wide_weight - weight
     return forward, max(copied, weight, 2 * x - weight if strided else 0)
+
+
+def transposed_convolution(sizes: Sizes) -> Workspace:
+    """The same: the result in a layout of its own, twice where it is strided, and the weight; backward all three."""
+    if sizes.device_type != "cpu":
+        return 0, 0
+    if sizes.itemsize > WIDEST_OF_ONEDNN:
+        columns, has_volumes = _columns(sizes, sizes.results[0], sizes.operands[0]), len(sizes.operands[1]) == 5
+        of_one = -(-columns // max(1, math.prod(sizes.operands[0][: _channel_of(sizes)])))
+        return of_one if has_volumes else columns, of_one
+    rows, count, *kernel = sizes.operands[1]
+    weight = _in_blocks(rows) * _in_blocks(count) * math.prod(kernel) * sizes.itemsize
+    result = _filled(sizes.results[0], sizes)
+    return 2 * (result + weight), _filled(sizes.operands[0], sizes) + result + weight
+
+
+def _columns(sizes: Sizes, image: Shape, windows: Shape) -> int:
+    """Of a convolution that is a product of matrices: all windows of an image, whose elements come as often as they are
+    in one. Torch unfolds all samples at once; those of a transposed one, backward or in three dims, each by itself."""
+    channel = _channel_of(sizes)
+    count = math.prod(image[: channel + 1]) * math.prod(sizes.operands[1][2:]) * math.prod(windows[channel + 1 :])
+    return count * sizes.itemsize
 
 
 def _channel_of(sizes: Sizes) -> int:

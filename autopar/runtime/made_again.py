@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autopar.runtime.declare import Block
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import Progress
+from autopar.runtime.pieces import own_memory
 from autopar.runtime.recomputing import AsThen
 
 Kind = tuple[torch.dtype, torch.Size, tuple[int, ...]]
@@ -69,7 +71,7 @@ class _RemadeRun:
 
     def forward(self, inputs: Sequence[Tensor]) -> Made:
         """The first time."""
-        with saved_tensors_hooks(self._pack, unpacked):
+        with saved_tensors_hooks(self._pack, unpacked), _apart():
             made = self._function(*inputs)
         self._kinds, self._views = [_kind(x) for x in made], [[] for _ in made]
         read = {_address(x) for x in inputs}
@@ -91,7 +93,7 @@ class _RemadeRun:
     def again(self) -> None:
         """The second time: fills the handles that are left."""
         inputs = [unpacked(x).detach().requires_grad_(wants_gradient) for x, wants_gradient in self._inputs]
-        with self._then, torch.enable_grad(), saved_tensors_hooks(self._refill, unpacked):
+        with self._then, torch.enable_grad(), saved_tensors_hooks(self._refill, unpacked), _apart():
             made = self._function(*inputs)
         if self._count != len(self._saved) or [_kind(x) for x in made] != self._kinds:
             raise ProgramError(
@@ -121,6 +123,16 @@ class _RemadeRun:
             )
         if handle is not None and (waiting := handle()) is not None:
             waiting.tensor = tensor
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Inside, what one rank keeps of its input shares no memory with it (`pieces.own_memory`)."""
+    before, own_memory.is_wanted = own_memory.is_wanted, True
+    try:
+        yield
+    finally:
+        own_memory.is_wanted = before
 
 
 class _RemadeResults:

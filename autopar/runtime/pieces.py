@@ -6,12 +6,24 @@ length of the dim before this axis cuts it.
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
 from autopar.runtime import comm
 from autopar.runtime.mesh import Axis
 from autopar.runtime.placement import local_offset, local_size, longest_part, part_of
+
+
+class _OwnMemory(threading.local):
+    """Whether summands that one rank keeps have memory of their own on that rank, too: where operators run again once
+    something that lies in their results' memory is asked for, all ranks must ask for it at the same time."""
+
+    is_wanted = False
+
+
+own_memory = _OwnMemory()
 
 
 def cut(x: Tensor, dim: int, axis: Axis) -> Tensor:
@@ -101,7 +113,9 @@ def join_into(output: Tensor, parts: Tensor, dim: int, axis: Axis) -> None:
 
 def keep_on_first(x: Tensor, axis: Axis) -> Tensor:
     """The tensor on the first rank of the axis and zeros elsewhere: equal values become summands."""
-    return x if axis.index == 0 else torch.zeros_like(x)
+    if axis.index:
+        return torch.zeros_like(x)
+    return x.clone() if own_memory.is_wanted else x
 
 
 def sum_over(x: Tensor, axis: Axis, *, wait: bool = True) -> Tensor:

@@ -37,12 +37,12 @@ _WHOLE = tuple(f"aten.{name}.default" for name in ("sum", "mean", "max", "min", 
 
 
 class Lifted:
-    """A call on rows under several dims: its operator and arguments. Other operators add what the call adds."""
+    """A call on rows under several dims: its operator and arguments."""
 
     def __init__(self, call: Call, op: str | None = None, **arguments: Any) -> None:
         """arguments: those that differ, by their names in the schema."""
         self.op = op or call.node.op
-        self.args, self.kwargs = _with_arguments(call, arguments) if op is None else ((), ())
+        self.args, self.kwargs = _with_arguments(call, arguments)
 
 
 def over_rows(graph: Graph) -> tuple[str, ...]:
@@ -328,10 +328,8 @@ class _KeptRows:
             self._product_and_sum(node)
         elif node.op == _LOSS:
             self.nodes += self._by_classes(node)
-        elif found.op != node.op:
-            self.nodes.append(replace(node, op=found.op))
         else:
-            self.nodes.append(replace(node, args=found.args, kwargs=found.kwargs))
+            self.nodes.append(replace(node, op=found.op, args=found.args, kwargs=found.kwargs))
 
     def _product_and_sum(self, node: Node) -> None:
         bias, rows, matrix = node.operands

@@ -104,6 +104,29 @@ def _linalg_tensorinv(x: torch.Tensor, ind: int = 2) -> torch.Tensor:
     return inverse.reshape(*columns, *rows)
 
 
+_binary_cross_entropy, _xlog1py = torch.ops.aten.binary_cross_entropy.default, torch.ops.aten.special_xlog1py.default
+
+
+def _reduced_binary_cross_entropy(
+    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = 1
+) -> Any:
+    """The loss of each element stays whole: torch has a formula for its gradient, which is finite where a probability
+    is 0 or 1, and that of the logarithms it is made of is not."""
+    if reduction == 0:
+        return NotImplemented
+    each = _binary_cross_entropy(x, target, weight, 0)
+    return each.mean() if reduction == 1 else each.sum()
+
+
+def _xlog1py_of_number(number: float, x: torch.Tensor) -> Any:
+    """As the operator on tensors, whose gradient is that of zero times a logarithm, too."""
+    return _xlog1py(torch.full((), number, dtype=x.dtype, device=x.device), x)
+
+
+def _xlog1py_by_number(x: torch.Tensor, number: float) -> Any:
+    return _xlog1py(x, torch.full((), number, dtype=x.dtype, device=x.device))
+
+
 #: what torch neither decomposes nor differentiates: `x[:, 0] = y` leaves a copy
 _OWN: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.copy.default: _copy,
@@ -115,7 +138,11 @@ _OWN: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.linalg_solve.default: _unchecked("solve", 1),
     torch.ops.aten.linalg_lu_factor.default: _unchecked("lu_factor", 2),
     torch.ops.aten.linalg_ldl_factor.default: _unchecked("ldl_factor", 2),
+    torch.ops.aten.special_xlog1py.self_scalar: _xlog1py_of_number,
+    torch.ops.aten.special_xlog1py.other_scalar: _xlog1py_by_number,
 }
+_REDUCED = {_binary_cross_entropy: _reduced_binary_cross_entropy}
+"""Taken apart where they are, though what remains has a rule."""
 _OF_REALS = {
     scatter: _scatter_of_reals(scatter)
     for scatter in (torch.ops.aten.slice_scatter.default, torch.ops.aten.select_scatter.default)
@@ -153,7 +180,12 @@ def _composites_listed_once() -> Iterator[None]:
 
 
 def _decompositions() -> dict[OpOverload, Callable[..., Any]]:
-    return {**{op: taken_apart for op, taken_apart in _known().items() if not has_rules(op)}, **_OF_REALS, **_COMPUTED}
+    return {
+        **{op: taken_apart for op, taken_apart in _known().items() if not has_rules(op)},
+        **_OF_REALS,
+        **_COMPUTED,
+        **_REDUCED,
+    }
 
 
 @cache

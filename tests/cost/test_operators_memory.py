@@ -153,8 +153,28 @@ WORKSPACES: dict[str, tuple[str, Operator, tuple[tuple[int, ...], tuple[int, ...
     "wide convolution": (
         "aten.conv2d.default", lambda a, b: F.conv2d(a, b, None, 1, 1), ((4, 32, 32, 32), (32, 32, 3, 3)),
     ),
+    "transposed convolution": (
+        "aten.conv_transpose2d.input", lambda a, b: F.conv_transpose2d(a, b, stride=2),
+        ((4, 32, 16, 16), (32, 32, 2, 2)),
+    ),
     "pointwise convolution": ("aten.conv2d.default", F.conv2d, ((4, 32, 32, 32), (64, 32, 1, 1))),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("name", ["conv", "conv_transpose"])
+def test_convolutions_of_float64_unfold_their_windows(name: str, dims: int) -> None:
+    """oneDNN has none of these; what torch unfolds instead was not counted."""
+    op = f"aten.{name}{dims}d.{'input' if name == 'conv_transpose' and dims > 1 else 'default'}"
+    shapes = (2, 8, *(12, 10, 6)[:dims]), (8, 8, *(3,) * dims)
+    operands = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    made, gradients = list[Tensor](), list[Any]()
+    forward = track(lambda: made.append(getattr(F, f"{name}{dims}d")(*operands)))
+    upstream = torch.randn_like(made[0])
+    backward = track(lambda: gradients.append(torch.autograd.grad(made[0], operands, upstream, retain_graph=True)))
+    sizes = Sizes(shapes, (tuple(made[0].shape),), 8, (True, True), "cpu", False)
+    found = forward.peak_bytes - forward.left_bytes, backward.peak_bytes - backward.left_bytes
+    assert workspace_bytes(op, sizes) == pytest.approx(found, abs=2 * KB)
 
 
 def _in_suite(case: str) -> Any:

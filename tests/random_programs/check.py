@@ -114,7 +114,7 @@ class Subject:
         largest = _Largest()
         with rt.reference_dropout():
             first = self._step(largest, largest)
-        largest_gradient = max([1.0, *(g.abs().max().item() for g in first.gradients.values() if g is not None)])
+        largest_gradient = max([1.0, *(_largest(g) for g in first.gradients.values() if g is not None)])
         rate = 2.0 ** -math.ceil(math.log2(10 * largest_gradient))  # sums of integers stay what they are in any order:
         # a clamp's gradient would jump where one of them comes to its bound but for rounding
         with torch.no_grad():
@@ -135,15 +135,23 @@ class Subject:
         """Whether the second step adds its gradients to the first one's."""
         return self.program.seed % 2 == 1
 
+    def loss_of(self, found: Any) -> Tensor:
+        """Of what the model returns, the first."""
+        loss: Tensor = found[0] if isinstance(found, tuple) else found
+        return loss
+
     def _step(self, watched: AbstractContextManager[Any], largest: _Largest) -> Step:
         with watched:
-            found = self.model(**self.batch)
-            loss = found[0] if isinstance(found, tuple) else found
+            loss = self.loss_of(self.model(**self.batch))
             loss.backward()
         gradients = {n: None if p.grad is None else p.grad.clone() for n, p in self.model.named_parameters()}
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), UNCLIPPED).float()
         buffers = {n: b.clone() for n, b in self.model.named_buffers()}
         return Step(loss.detach(), gradients, buffers, norm, largest.rounding)
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
 class _Largest(TorchDispatchMode):
@@ -306,7 +314,7 @@ class _Parts:
 
     def differences(self, expected: Step, found: Step, exact: bool) -> list[str]:
         wrong = [f"{name} is not there" for name in sorted(self.trained - set(found.gradients))]
-        scale = max([0.0, *(g.abs().max().item() for g in expected.gradients.values() if g is not None)])
+        scale = max([0.0, *(_largest(g) for g in expected.gradients.values() if g is not None)])
         if not _equal(expected.loss, found.loss, exact, 0.0):
             wrong.append(f"loss {expected.loss.item()!r} became {found.loss.item()!r}")
         if not torch.allclose(expected.norm, found.norm, rtol=1e-5):
@@ -356,10 +364,10 @@ def _coordinate(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 def _equal(expected: Tensor, found: Tensor, exact: bool, scale: float, rounding: float = 0.0) -> bool:
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return False
-    if exact or not expected.is_floating_point():
-        return torch.equal(expected, found)
-    if not expected.numel():
+    if torch.equal(expected, found):  # infinite elements, too
         return True
+    if exact or not (expected.is_floating_point() or expected.is_complex()):
+        return False
     bound = max(TOLERANCE * max(scale, expected.abs().max().item(), 1e-6), rounding)
     return bool((expected - found).abs().max() <= bound)  # False for NaN
 

@@ -34,7 +34,7 @@ class ByRow(nn.Module):
         c = self.table(ids.flatten()).view(x.shape)
         rows = x.cos().flatten(0, 1)
         losses = F.cross_entropy(rows, ids.flatten() % WIDTH, reduction="none").view(ids.shape)
-        last = F.cross_entropy(torch.mm(x.flatten(0, 1), self.matrix), ids.flatten() % WIDTH)
+        last = F.cross_entropy(x.flatten(0, 1) @ self.matrix, ids.flatten() % WIDTH)
         return (a * b + c).mean() + (losses * ids).mean() + last
 
 

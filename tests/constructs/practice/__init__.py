@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.constructs.practice import contrastive, images, parameters, sequences
+from tests.constructs.practice import contrastive, data, images, methods, parameters, scans, sequences
 from tests.constructs.written import Written
 
 HEAD = """\
@@ -19,9 +19,6 @@ def loss_fn():
     return None
 
 """
-CASES = tuple(
-    Written(f"practice: {name}", HEAD + text)
-    for programs in (contrastive.PROGRAMS, images.PROGRAMS, sequences.PROGRAMS, parameters.PROGRAMS)
-    for name, text in programs.items()
-)
+FILES = (contrastive, images, sequences, parameters, scans, methods, data)
+CASES = tuple(Written(f"practice: {name}", HEAD + text) for file in FILES for name, text in file.PROGRAMS.items())
 """Each takes a batch of B samples and returns the loss, alone or among other things."""

@@ -10,7 +10,8 @@ import torch
 from autopar import runtime as rt
 from autopar.errors import AutoparError, InternalError
 from tests.random_programs.cases import Case, StagedCase, outcome
-from tests.random_programs.kinds.row import KindSubject, Row, subject_of
+from tests.random_programs.check import Subject
+from tests.random_programs.kinds.row import Row, subject_of
 from tests.random_programs.plans import random_plan
 from tests.random_programs.staged import random_staged_plan
 
@@ -20,18 +21,22 @@ REFUSED = "refused: "
 
 def judged(kind: Row, seed: int, plans: int, staged: int) -> Iterator[tuple[str, str]]:
     """Of each plan that was found, its name and what is wrong: nothing, or a refusal where it starts with `REFUSED`."""
-    subject = subject_of(kind, seed)
+    yield from judged_subject(subject_of(kind, seed), f"{kind.name} {seed}", plans, staged)
+
+
+def judged_subject(subject: Subject, name: str, plans: int, staged: int) -> Iterator[tuple[str, str]]:
+    """The same of any model."""
     wrong = _untraced(subject)
     if wrong:
-        yield f"{kind.name} {seed}", wrong
+        yield name, wrong
         return
     for number in range(plans):
-        yield from _judged(subject, f"{kind.name} {seed} plan {number}", is_staged=False)
+        yield from _judged(subject, f"{name} plan {number}", is_staged=False)
     for number in range(staged):
-        yield from _judged(subject, f"{kind.name} {seed} staged {number}", is_staged=True)
+        yield from _judged(subject, f"{name} staged {number}", is_staged=True)
 
 
-def _untraced(subject: KindSubject) -> str:
+def _untraced(subject: Subject) -> str:
     """Why there is nothing to plan; a row that does not run on one device, or gives no numbers, is wrong itself."""
     try:
         first, second, _ = subject.steps
@@ -51,7 +56,7 @@ def _untraced(subject: KindSubject) -> str:
     return ""
 
 
-def _judged(subject: KindSubject, name: str, is_staged: bool) -> Iterator[tuple[str, str]]:
+def _judged(subject: Subject, name: str, is_staged: bool) -> Iterator[tuple[str, str]]:
     rng = random.Random(name)
     try:
         if is_staged:
