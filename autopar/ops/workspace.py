@@ -223,6 +223,27 @@ def _ring(sizes: Sizes, seq: int) -> Workspace:
     return forward, 7 * block + heads + 2 * block * group + 6 * max(query, result) + scores + kernel[1]
 
 
+def window_attention(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory | None:
+    """Keys and values that queries see, which come from others where positions are split, for each query head; blocks
+    of them and of queries beside each other, in the other order; results, as they are put together. By numbers of
+    documents, scores of as many pairs as are made at once. Backward, gradients of all of these."""
+    query, key = sizes.operands[:2]
+    window, length = (dict(node.kwargs)[name] for name in ("window", "length"))
+    width, group = max(4, sizes.itemsize), query[1] // max(1, key[1])
+    seen = min(length, key[2] + window - 1) if S(2) in operands[1] else key[2]
+    block = (sizes.operand(1) + sizes.operand(2)) * seen // max(1, key[2])
+    heads, result = block * group, math.prod(sizes.results[0]) * width
+    scores = 0
+    if len(sizes.operands) > 3:
+        row = math.prod(query[:2]) * min(seen, max(window, query[2]))
+        scores = 4 * width * min(query[2] * row, max(row, SCORES_AT_ONCE)) + 4 * width * math.prod(query)
+    kernel = attention(sizes)
+    comes = 2 * block if S(2) in operands[1] else 0
+    forward = comes + 2 * heads + 4 * result + 2 * sizes.operand(0) + scores + kernel[0]
+    backward = 2 * comes + 4 * heads + 6 * max(result, sizes.operand(0)) + scores + kernel[1]
+    return RuntimeMemory(None, (forward, backward))
+
+
 def rms_norm(sizes: Sizes) -> Workspace:
     """On CPUs its gradient is put together from those of products and powers; in float32, where the input is of half
     precision, and so is what it makes before that is cast."""
