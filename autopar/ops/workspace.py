@@ -236,8 +236,9 @@ def window_attention(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) 
     scores = 0
     if len(sizes.operands) > 3:
         row = math.prod(query[:2]) * min(seen, max(window, query[2]))
-        scores = 4 * width * min(query[2] * row, max(row, SCORES_AT_ONCE)) + 4 * width * math.prod(query)
-    kernel = attention(sizes)
+        scores = 4 * width * (min(min(window, query[2]) * row, max(row, SCORES_AT_ONCE)) + math.prod(query))
+    at_once = [(*shape[:2], min(window, shape[2]), shape[3]) for shape in sizes.operands[:3]]
+    kernel = attention(sizes._replace(operands=(*at_once, *sizes.operands[3:])))
     comes = 2 * block if S(2) in operands[1] else 0
     forward = comes + 2 * heads + 4 * result + 2 * sizes.operand(0) + scores + kernel[0]
     backward = 2 * comes + 4 * heads + 6 * max(result, sizes.operand(0)) + scores + kernel[1]

@@ -15,7 +15,9 @@ from tests.ops.interpreter import call, make_case
 from tests.ops.long_tail_samples import long_tail
 from tests.ops.samples import Sample, close, registry_samples, table_samples
 
-RUN_BY_OTHERS = ("autopar.routed_experts.default", "autopar.context_attention.default")
+RUN_BY_OTHERS = (
+    "autopar.routed_experts.default", "autopar.context_attention.default", "autopar.window_attention.default",
+)  # fmt: skip
 """On ranks a function of the runtime runs in their place, whose memory tests of their own measure."""
 SLACK_BYTES = 160
 """Statistics of channels, biases and numbers, which are large beside samples alone."""
