@@ -46,6 +46,7 @@ class Masked(nn.Module):
         given = positions[:, None, :, None], positions[:, None, None]
         numbers = _breaks(positions)
         same = numbers[:, None, :, None] == numbers[:, None, None]
+        others = _breaks(positions * positions)
         masks = {
             "window": lambda: _window(rows, columns, 5),
             "one key": lambda: _window(rows, columns, 1),
@@ -58,6 +59,7 @@ class Masked(nn.Module):
             "positions alone": lambda: _window(*given, 5),
             "other documents": lambda: _window(*given, 5) & (given[0] // 4 == given[1] // 4),
             "shifted documents": lambda: _window(*given, 5) & (numbers[:, None, :, None] == numbers[:, None, None] + 1),
+            "breaks of others": lambda: _window(*given, 5) & (others[:, None, :, None] == others[:, None, None]),
             "packed": lambda: _window(*given, LENGTH) & same,
         }
         return masks[self.kind]()
@@ -81,7 +83,17 @@ def test_a_window_is_told(kind: str, window: int, operands: int) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["causal", "both sides", "ahead", "blocks", "positions alone", "other documents", "shifted documents", "packed"],
+    [
+        "causal",
+        "both sides",
+        "ahead",
+        "blocks",
+        "positions alone",
+        "other documents",
+        "shifted documents",
+        "breaks of others",
+        "packed",
+    ],
 )
 def test_what_is_no_window_stays(kind: str) -> None:
     graph = _graph(kind)
