@@ -116,10 +116,10 @@ class _MaskReader:
         told = next(iter(documents), None)
         for leaf in leaves:
             if self._documents(leaf) is None:
-                found = self._interval(leaf, length, told)
-                if found is None:
+                interval = self._interval(leaf, length, told)
+                if interval is None:
                     return None
-                seen = common(seen, found)
+                seen = common(seen, interval)
         size = length - int(seen.first[-1])
         is_window = bool((seen.after == places + 1).all() and (seen.first == (places - size + 1).clamp(min=0)).all())
         is_whole = told is None or self.graph.tensors[told].shape == (samples, length)

@@ -140,14 +140,12 @@ def add_band(whole: AttentionPart, query: Tensor, queries: Range, key: Tensor, v
              band: Band) -> None:  # fmt: skip
     """Puts what queries (batch, heads, positions, width) see of keys, of so many positions each, to their result."""
     for piece in band_pieces(queries, keys, band.window):
-        sides = [_cut(query, piece, True, band), _cut(key, piece, False, band), _cut(value, piece, False, band)]
-        part = part_over(*sides, _call(piece, queries, keys, band))
-        if piece.is_behind:
-            part = AttentionPart(part.result.flip(2), ScoreSums(*(x.flip(2) for x in part.sums)))
-        shape = query.size(0), piece.blocks
-        new = AttentionPart(part.result.unflatten(0, shape), ScoreSums(*(x.unflatten(0, shape) for x in part.sums)))
+        seen = _cut(key, piece, False, band), _cut(value, piece, False, band)
+        part = part_over(_cut(query, piece, True, band), *seen, _call(piece, queries, keys, band))
+        new = [x.flip(2) if piece.is_behind else x for x in (part.result, *part.sums)]
+        result, top, total = (_in_blocks(x, piece) for x in new)
         old = [_blocks(x, piece, True, band) for x in (whole.result, *whole.sums)]
-        merge_part(AttentionPart(old[0], ScoreSums(old[1], old[2])), new)
+        merge_part(AttentionPart(old[0], ScoreSums(old[1], old[2])), AttentionPart(result, ScoreSums(top, total)))
 
 
 def add_band_gradients(totals: tuple[Tensor, Tensor, Tensor], own: PartQueries, queries: Range, key: Tensor,
@@ -162,7 +160,7 @@ def add_band_gradients(totals: tuple[Tensor, Tensor, Tensor], own: PartQueries, 
         found = part_gradients(some, *sides, _call(piece, queries, keys, band))
         for into, part, is_query in zip(totals, found, (True, False, False), strict=True):
             part = part.flip(2) if piece.is_behind else part
-            _blocks(into, piece, is_query, band).add_(part.unflatten(0, (into.size(0), piece.blocks)))
+            _blocks(into, piece, is_query, band).add_(_in_blocks(part, piece))
 
 
 def _call(piece: BandPiece, queries: Range, keys: Range, band: Band) -> PartCall:
@@ -180,6 +178,11 @@ def _blocks(x: Tensor, piece: BandPiece, is_query: bool, band: Band) -> Tensor:
         return x.narrow(2, begin, count).unsqueeze(1)
     found = x.narrow(2, begin, (piece.blocks - 1) * band.window + count).unfold(2, count, band.window)
     return found.movedim((2, -1), (1, 3))
+
+
+def _in_blocks(x: Tensor, piece: BandPiece) -> Tensor:
+    """What was computed of blocks beside samples, as `_blocks` has it."""
+    return x.view(x.size(0) // piece.blocks, piece.blocks, *x.shape[1:])
 
 
 def _cut(x: Tensor, piece: BandPiece, is_query: bool, band: Band) -> Tensor:

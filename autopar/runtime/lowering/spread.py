@@ -46,4 +46,4 @@ class Spread(NamedTuple):
         """The sum over the query heads that share a head."""
         if self.group == 1 or not grad.size(1):
             return grad
-        return grad.unflatten(1, (grad.size(1) // self.group, self.group)).sum(2)
+        return grad.view(grad.size(0), grad.size(1) // self.group, self.group, *grad.shape[2:]).sum(2)

@@ -93,11 +93,11 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 def _fetched_gradients(own: PartQueries, key: Tensor, value: Tensor, band: Band, told: _Told) -> Gradients:
     ((keys, one, other),) = _blocks(key, value, told)
     total = torch.zeros_like(own.query)
-    made = _made(own, total, (one, other), keys, band, told)
+    first, second = _made(own, total, (one, other), keys, band, told)
     axis, (held, needed) = told.spread.axis, told.ranges
     if axis is None or held == needed:
-        return total, *made
-    return total, *(given_back(x, 2, axis, held, needed) for x in made)
+        return total, first, second
+    return total, given_back(first, 2, axis, held, needed), given_back(second, 2, axis, held, needed)
 
 
 def _ring_gradients(own: PartQueries, key: Tensor, value: Tensor, band: Band, told: _Told) -> Gradients:
@@ -143,7 +143,7 @@ def _sent_home(
 
     def add() -> None:
         wait()
-        for into, part, shape in zip(at_home, output.split(sizes), shapes, strict=True):
+        for into, part, shape in zip(at_home, torch.split(output, sizes), shapes, strict=True):
             into.narrow(2, first - begin, last - first).add_(part.view(shape))
 
     return add
@@ -165,7 +165,7 @@ def _blocks(key: Tensor, value: Tensor, told: _Told) -> Iterator[tuple[Range, Te
     elif told.is_ring:
         yield from _passing(key, value, axis, told)
     else:
-        yield needed[axis.index], *(fetched(x, 2, axis, held, needed) for x in (key, value))
+        yield needed[axis.index], fetched(key, 2, axis, held, needed), fetched(value, 2, axis, held, needed)
 
 
 def _passing(key: Tensor, value: Tensor, axis: Axis, told: _Told) -> Iterator[tuple[Range, Tensor, Tensor]]:
@@ -179,8 +179,8 @@ def _passing(key: Tensor, value: Tensor, axis: Axis, told: _Told) -> Iterator[tu
         sizes = [math.prod(shape) for shape in shapes]
         output = buffer.new_empty(sum(sizes))
         wait = comm.start_pass_on(output, buffer, axis)
-        yield rows, *have
+        yield rows, have[0], have[1]
         wait()
-        one, other = (x.view(shape) for x, shape in zip(output.split(sizes), shapes, strict=True))
+        one, other = (x.view(shape) for x, shape in zip(torch.split(output, sizes), shapes, strict=True))
         rows, have = come, (one, other)
-    yield rows, *have
+    yield rows, have[0], have[1]
