@@ -34,7 +34,7 @@ _ALL_TRUE = ("aten.new_ones.default", "aten.ones_like.default")
 _COMPARED = {f"aten.{way}.Tensor": way for way in ("le", "lt", "ge", "gt")}
 
 
-class Window(NamedTuple):
+class SeenWindow(NamedTuple):
     """How many keys a query sees, and which tensor has the documents' numbers, if any."""
 
     size: int
@@ -42,7 +42,7 @@ class Window(NamedTuple):
 
 
 @found_once
-def _windows(graph: Graph) -> dict[str, Window]:
+def _windows(graph: Graph) -> dict[str, SeenWindow]:
     """Of the attention operators whose mask is a sliding window."""
     nodes = [node for node in graph.nodes if _may_be(graph, node)]
     if not nodes:
@@ -82,7 +82,7 @@ def _may_be(graph: Graph, node: Node) -> bool:
     return is_plain and is_alike and is_mask and query[1] % key[1] == 0 and len(gradients) == 1
 
 
-def _told(graph: Graph, node: Node, window: Window) -> Node:
+def _told(graph: Graph, node: Node, window: SeenWindow) -> Node:
     heads = unrepeated_heads(graph, node)
     names = [node.operands[0], *(heads or node.operands[1:3])]
     names += [] if window.documents is None else [window.documents]
@@ -103,7 +103,7 @@ class _MaskReader:
     def __init__(self, graph: Graph) -> None:
         self.graph, self.fixed, self.constants = graph, constant_tensors(graph), Constants(graph)
 
-    def window(self, name: str) -> Window | None:
+    def window(self, name: str) -> SeenWindow | None:
         """None where a mask is no window."""
         length, samples = self.graph.tensors[name].shape[-1], self.graph.tensors[name].shape[0]
         places = torch.arange(length)
@@ -123,7 +123,7 @@ class _MaskReader:
         size = length - int(seen.first[-1])
         is_window = bool((seen.after == places + 1).all() and (seen.first == (places - size + 1).clamp(min=0)).all())
         is_whole = told is None or self.graph.tensors[told].shape == (samples, length)
-        return Window(size, told) if is_window and is_whole and 0 < size < length else None
+        return SeenWindow(size, told) if is_window and is_whole and 0 < size < length else None
 
     def _leaves(self, name: str, length: int) -> Iterator[str]:
         """What is all true where a mask is."""

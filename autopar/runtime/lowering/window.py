@@ -39,12 +39,12 @@ def window_attention(
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
     group = query.size(1) // key.size(1) if key.size(1) else 1
     spread = Spread(axis, (length, length), False, scale, group)
-    told = _Told(spread, min(window, length), ring and axis is not None)
+    told = _WindowCall(spread, min(window, length), ring and axis is not None)
     result: Tensor = _WindowAttention.apply(query, key, value, documents, told)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Told(NamedTuple):
+class _WindowCall(NamedTuple):
     """What does not change from pass to pass."""
 
     spread: Spread
@@ -68,7 +68,9 @@ class _WindowAttention(torch.autograd.Function):
     """Saves what is at home on this rank, and the sums of what it computes."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, told: _Told) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, told: _WindowCall
+    ) -> Tensor:
         whole, band = empty_part(query, value.size(3)), told.band(documents)
         for keys, one, other in _blocks(key, value, told):
             sides = told.spread.each_head(one), told.spread.each_head(other)
@@ -90,7 +92,7 @@ class _WindowAttention(torch.autograd.Function):
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def _fetched_gradients(own: PartQueries, key: Tensor, value: Tensor, band: Band, told: _Told) -> Gradients:
+def _fetched_gradients(own: PartQueries, key: Tensor, value: Tensor, band: Band, told: _WindowCall) -> Gradients:
     ((keys, one, other),) = _blocks(key, value, told)
     total = torch.zeros_like(own.query)
     first, second = _made(own, total, (one, other), keys, band, told)
@@ -100,7 +102,7 @@ def _fetched_gradients(own: PartQueries, key: Tensor, value: Tensor, band: Band,
     return total, given_back(first, 2, axis, held, needed), given_back(second, 2, axis, held, needed)
 
 
-def _ring_gradients(own: PartQueries, key: Tensor, value: Tensor, band: Band, told: _Told) -> Gradients:
+def _ring_gradients(own: PartQueries, key: Tensor, value: Tensor, band: Band, told: _WindowCall) -> Gradients:
     """Gradients of others' keys are sent home as soon as they are made, and added in the order of how far they come."""
     total, axis = torch.zeros_like(own.query), told.spread.axis
     assert axis is not None, "a ring has ranks"
@@ -119,7 +121,7 @@ def _ring_gradients(own: PartQueries, key: Tensor, value: Tensor, band: Band, to
 
 
 def _made(
-    own: PartQueries, total: Tensor, sides: tuple[Tensor, Tensor], keys: Range, band: Band, told: _Told
+    own: PartQueries, total: Tensor, sides: tuple[Tensor, Tensor], keys: Range, band: Band, told: _WindowCall
 ) -> tuple[Tensor, Tensor]:
     """The gradients of some keys and values, and that of the queries added up."""
     heads = told.spread.each_head(sides[0]), told.spread.each_head(sides[1])
@@ -129,7 +131,7 @@ def _made(
 
 
 def _sent_home(
-    made: tuple[Tensor, Tensor], at_home: tuple[Tensor, Tensor], distance: int, axis: Axis, told: _Told
+    made: tuple[Tensor, Tensor], at_home: tuple[Tensor, Tensor], distance: int, axis: Axis, told: _WindowCall
 ) -> Callable[[], None]:
     """Starts to send gradients to the rank so far before, whose keys they are of; returns what adds those that come."""
     step, begin = passed_keys(told.spread.lengths[0], axis.size, told.window)[distance - 1], told.own[0]
@@ -156,7 +158,7 @@ def _nothing() -> None:
 # What is here, or comes ----------------------------------------
 
 
-def _blocks(key: Tensor, value: Tensor, told: _Told) -> Iterator[tuple[Range, Tensor, Tensor]]:
+def _blocks(key: Tensor, value: Tensor, told: _WindowCall) -> Iterator[tuple[Range, Tensor, Tensor]]:
     """Keys and values with the positions that they are of: all that this rank needs at once; or its own first, and one
     block after another, the next of which is under way while one is worked on."""
     axis, (held, needed) = told.spread.axis, told.ranges
@@ -168,7 +170,7 @@ def _blocks(key: Tensor, value: Tensor, told: _Told) -> Iterator[tuple[Range, Te
         yield needed[axis.index], fetched(key, 2, axis, held, needed), fetched(value, 2, axis, held, needed)
 
 
-def _passing(key: Tensor, value: Tensor, axis: Axis, told: _Told) -> Iterator[tuple[Range, Tensor, Tensor]]:
+def _passing(key: Tensor, value: Tensor, axis: Axis, told: _WindowCall) -> Iterator[tuple[Range, Tensor, Tensor]]:
     rows, have = told.own, (key, value)
     for sent in passed_keys(told.spread.lengths[0], axis.size, told.window):
         begin, end = sent[axis.index]
