@@ -25,7 +25,7 @@ from autopar.ops import call_key
 from autopar.positions import attention_nodes
 from autopar.profiler import profile_of
 from autopar.request import Request
-from autopar.substitute import rows, sequences
+from autopar.substitute import bands, rows, sequences
 from autopar.substitute.masks import RULE, STATEMENT, under_causal_masks, without_masks
 
 Steps = tuple[Substitution, ...]
@@ -38,6 +38,7 @@ def for_sequences(graph: Graph, ring: bool = False) -> tuple[Graph, Steps]:
     for rule, statement, find, tell in (
         (rows.RULE, rows.STATEMENT, rows.over_rows, rows.with_rows),
         (RULE, STATEMENT, under_causal_masks, without_masks),
+        (bands.RULE, bands.STATEMENT, bands.over_windows, bands.with_windows),
         (sequences.RULE, sequences.STATEMENT, sequences.over_sequences, sequences.with_sequences),
     ):
         names = find(graph)

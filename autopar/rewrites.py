@@ -29,6 +29,7 @@ from autopar.request import Request
 from autopar.substitute import (
     GraphCandidate,
     Substituted,
+    bands,
     exchanges,
     load_rules,
     placing,
@@ -218,7 +219,7 @@ def under_routing(
 def _replayed(graph: Graph, steps: tuple[Substitution, ...]) -> Graph:
     told = {
         RULE: without_masks, triangles.RULE: triangles.with_triangles, rows.RULE: rows.with_rows,
-        sequences.RULE: sequences.with_sequences,
+        bands.RULE: bands.with_windows, sequences.RULE: sequences.with_sequences,
         sequences.RING_RULE: sequences.with_rings, sequences.GATHER_RULE: sequences.with_gathers,
         exchanges.RULE: exchanges.in_chunks, exchanges.LOAD_RULE: exchanges.by_load,
         exchanges.SLICE_RULE: exchanges.by_slices, exchanges.REPLICA_RULE: exchanges.with_replicas,

@@ -161,21 +161,28 @@ def _served_ns(num_bytes: int, axis: Axis, devices_per_node: int, profile: Profi
     return math.ceil(found * _contention(devices_per_node, 1, profile))
 
 
-def _ring_steps_ns(num_bytes: int, axis: Axis, devices_per_node: int, profile: Profile) -> int:
-    """All ranks of a ring send to the next at a time, and wait for the slowest link."""
-    steps = axis.size - 1
+def _ring_steps_ns(num_bytes: int, axis: Axis, devices_per_node: int, profile: Profile, steps: int = 0) -> int:
+    """All ranks of a ring send to the next at a time, and wait for the slowest link. steps: fewer than come round."""
+    if num_bytes <= 0 or axis.size <= 1:
+        return 0
+    steps = steps or axis.size - 1
     level = INSIDE if ranks_within_node(axis, devices_per_node) == axis.size else ACROSS
     return steps * sends_time_ns(1, -(-num_bytes // steps), level, devices_per_node, profile)
 
 
 def beside_compute_ns(
-    kind: str, num_bytes: int, compute_ns: int, axis: Axis, devices_per_node: int, profile: Profile, share: float = 0.0
-) -> int:
+    kind: str, num_bytes: int, compute_ns: int, axis: Axis, devices_per_node: int, profile: Profile, share: float = 0.0,
+    messages: int = 0,
+) -> int:  # fmt: skip
     """Nanoseconds that an operator takes longer for what it sends while it computes: of p equal parts all but the last
     take as long as what is sent meanwhile, if that is more, and longer than alone as the profile says. share: of the
-    computing, that goes on meanwhile, where it is another."""
+    computing, that goes on meanwhile, where it is another. messages: of a ring that stops before it has come round."""
     level = INSIDE if ranks_within_node(axis, devices_per_node) == axis.size else ACROSS
-    sent = collective_time_ns(kind, num_bytes, axis, devices_per_node, profile) * profile.beside_compute(level)
+    if messages:
+        sent_ns = _ring_steps_ns(num_bytes, axis, devices_per_node, profile, messages)
+    else:
+        sent_ns = collective_time_ns(kind, num_bytes, axis, devices_per_node, profile)
+    sent = sent_ns * profile.beside_compute(level)
     parts = compute_ns * (share or (axis.size - 1) / axis.size)
     slowed = parts + sent * (1 - 1 / profile.slowdowns.get(level, 1.0))
     return math.ceil(max(sent, slowed) - parts)

@@ -13,5 +13,7 @@ def inner_time_ns(inner: Inner, compute_ns: int, axes: LogicalMesh, devices_per_
     rest."""
     kind, size, axis = inner.collective, inner.priced_bytes, inner.along(axes)
     if inner.is_beside:
-        return beside_compute_ns(kind, size, compute_ns, axis, devices_per_node, profile, inner.beside_share)
+        return beside_compute_ns(
+            kind, size, compute_ns, axis, devices_per_node, profile, inner.beside_share, inner.messages
+        )
     return collective_time_ns(kind, size, axis, devices_per_node, profile)

@@ -30,7 +30,13 @@ def attention(call: Call) -> list[AxisRule]:
         text += f", {mask}"
     if len(query) not in (3, 4) or float(call.arguments["dropout_p"]) > 0.0:
         return []
-    rules = Entry(f"{text} -> {batch}h {q} V", "RRP" + "R" * (len(call.node.operands) - 3))(call)
+    return grouped_rules(call, f"{text} -> {batch}h {q} V")
+
+
+def grouped_rules(call: Call, text: str) -> list[AxisRule]:
+    """The rules of a text, in which heads of queries, keys and values are h; summands of values pass. Where heads are
+    grouped, queries split with their keys, or alone."""
+    rules = Entry(text, "RRP" + "R" * (len(call.node.operands) - 3))(call)
     rules = [rule for rule in rules if _heads_agree(call, rule)]
     alone = [rule for rule in rules if _splits_groups(call, rule)]  # of which queries may split further
     return [*rules, *(AxisRule((rule.operands[0], R, R, *rule.operands[3:]), rule.results) for rule in alone)]

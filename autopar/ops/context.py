@@ -83,16 +83,17 @@ def _is_plain_mask(call: Call, mask: Tensor) -> bool:
     return is_whole and not mask.differentiable and not call.arguments["is_causal"]
 
 
-def _sequence_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
-    """Keys come from the ranks of one axis, all with equal parts but the last."""
-    over = [axes[position] for position in _split(call, operands) if axes[position].size > 1]
+def sequence_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
+    """Why a sequence is not split so, or None. Keys come from the ranks of one axis, all with equal parts but the
+    last."""
+    over = [axes[position] for position in sequence_axes(call, operands) if axes[position].size > 1]
     if len(over) > 1:
         return f"the sequence is split by {len(over)} axes; keys are exchanged over one"
     return f"the sequence is split in shares over axis {over[0].name}" if over and over[0].shares else None
 
 
-def _split(call: Call, operands: tuple[Placement, ...]) -> list[int]:
-    """The axes that split the sequence."""
+def sequence_axes(call: Call, operands: tuple[Placement, ...]) -> list[int]:
+    """The axes, by position, that split the sequence."""
     return split_by(operands[1], lambda type_: type_ == S(len(call.shape(1)) - 2))
 
 
@@ -100,7 +101,7 @@ def _inside(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...])
     """Keys and values are gathered, or pass around, for the backward pass again, where their gradients are summed on
     their way home; causal queries go where they are computed, their results home, and so do all that the backward pass
     reads, and its own."""
-    split = _split(call, operands)
+    split = sequence_axes(call, operands)
     if not split:
         return [], []
     axis = max(split, key=lambda position: axes[position].size)
@@ -196,6 +197,6 @@ CONTEXT: dict[str, Operator] = {
         context_attention, work=work.CONTEXT_ATTENTION,
         saved=saved.context_attention, saved_on_cpu=saved.context_attention_on_cpu,
         workspace=workspace.attention, lowered=workspace.context_attention,
-        limits=(heads_error, _sequence_error), inside=_inside, local=_local,
+        limits=(heads_error, sequence_error), inside=_inside, local=_local,
     ),
 }  # fmt: skip

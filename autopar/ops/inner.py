@@ -19,7 +19,8 @@ class Inner(NamedTuple):
 
     is_early: it starts at the top of forward, long before the operator that awaits it, and stops no rank. is_beside: it
     is under way in as many messages as the axis has steps, while the operator computes on what came before; or at once,
-    while it computes such a share of all. also: further axes, by position, whose ranks take part in the same group.
+    while it computes such a share of all. messages: how many these are, where not one a step. also: further axes, by
+    position, whose ranks take part in the same group.
     """
 
     collective: str
@@ -29,6 +30,7 @@ class Inner(NamedTuple):
     is_early: bool = False
     is_beside: bool = False
     beside_share: float = 0.0
+    messages: int = 0
     also: tuple[int, ...] = ()
 
     def along(self, axes: tuple[Axis, ...]) -> Axis:

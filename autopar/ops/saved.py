@@ -338,6 +338,13 @@ def context_attention(node: Node, graph: Graph) -> list[Saved]:
     return [*node.operands, *node.results[:1], Extra(query.name, tuple(range(len(query.shape) - 1)), each)]
 
 
+def window_attention(node: Node, graph: Graph) -> list[Saved]:
+    """Operands, the result, and the log-sum-exp of each query's scores."""
+    query = graph.tensors[node.operands[0]]
+    rows = tuple(range(len(query.shape) - 1))
+    return [*node.operands, *node.results[:1], Extra(query.name, rows, max(FLOAT32_BYTES, query.itemsize))]
+
+
 def context_attention_on_cpu(node: Node, graph: Graph) -> list[Saved]:
     """The same, but where a mask outside of a ring gets a gradient."""
     is_ring = dict(node.kwargs).get("ring")

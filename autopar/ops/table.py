@@ -48,6 +48,7 @@ from autopar.ops.patterns import (
     reduction,
 )
 from autopar.ops.statistics import STATISTICS, mean_over_ranks
+from autopar.ops.window_attention import WINDOWED
 from autopar.ops.windows import IMAGES
 from autopar.ops.writes import OVERWRITTEN, overwritten_call
 
@@ -136,6 +137,7 @@ def _named(names: str, kind: Operator) -> dict[str, Operator]:
 OPERATORS: dict[str, Operator] = {
     **ATTENTION,
     **CONTEXT,
+    **WINDOWED,
     **EMBEDDINGS,
     **EXPERTS,
     **FUNCTIONS,

@@ -18,6 +18,7 @@ from autopar.ir.placement import Shape
 from autopar.ir.routing import Routing
 from autopar.ops.call import argument, base_name
 from autopar.ops.loads import busiest
+from autopar.runtime.lowering.band import seen_pairs
 
 
 class WorkKey(NamedTuple):
@@ -250,9 +251,29 @@ def _attention_flops(call: WorkKey) -> int:
 
 def attended(call: WorkKey) -> tuple[str, int]:
     """Of attention: whether it is "causal", "masked" by a tensor or "full", and how many keys there are, on all ranks
-    together."""
+    together; over a window, in it: that is computed in triangles as long."""
     kind, _, length = call.detail.partition(" ")
-    return kind or "full", int(length or call.operand_shapes[1][-2])
+    return kind or "full", int(length.partition(" ")[0] or call.operand_shapes[1][-2])
+
+
+def _window_flops(call: WorkKey) -> int:
+    """Of each query and what it sees; of those at the end, which see most, where ranks have a part of the sequence."""
+    query, _, value = call.operand_shapes[:3]
+    window, length = (int(number) for number in call.detail.split(" ")[1:3])
+    seen = seen_pairs((max(0, length - query[-2]), length), (0, length), window)
+    return 2 * math.prod(query[:-2]) * seen * (query[-1] + value[-1])
+
+
+def _window_gradient(call: WorkKey) -> Work:
+    """As of all attention."""
+    return Work(5 * _window_flops(call) // 2, 2 * _all_bytes(call), 1)
+
+
+def _seen_window(node: Node) -> str:
+    """How long triangles are, and the sequence; by numbers of documents, kernels read what is seen."""
+    given = dict(node.kwargs)
+    kind = "causal" if len(node.operands) == 3 else "masked"
+    return f"{kind} {min(given['window'], given['length'])} {given['length']}"
 
 
 def _attention_gradient(call: WorkKey) -> Work:
@@ -492,6 +513,7 @@ EXPERTS = WorkKind(
 )  # fmt: skip
 ATTENTION = WorkKind("attention", _attention_flops, gradient=_attention_gradient, detail=_mask)
 CONTEXT_ATTENTION = ATTENTION._replace(detail=_mask_over)
+WINDOW_ATTENTION = WorkKind("attention", _window_flops, gradient=_window_gradient, detail=_seen_window)
 SOFTMAX = WorkKind("softmax")
 ROWS = WorkKind("gather", moved=_row_bytes, gradient=_lookup_gradient)
 LOOKUP = WorkKind("gather", moved=_lookup_bytes, gradient=_lookup_gradient)

@@ -232,6 +232,36 @@ def _ring(sizes: Sizes, seq: int) -> Workspace:
     return forward, 7 * block + heads + 2 * block * group + 6 * max(query, result) + scores + kernel[1]
 
 
+def window_attention(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory | None:
+    """Keys and values that queries see, which come from others where positions are split, at once or block by block,
+    for each query head; blocks of them and of queries beside each other, in the other order; results, as they are put
+    together. By numbers of documents, scores of as many pairs as are made at once. Backward, gradients of all."""
+    query, key = sizes.operands[:2]
+    given, is_split = dict(node.kwargs), S(2) in operands[1]
+    window, width, group = given["window"], max(4, sizes.itemsize), query[1] // max(1, key[1])
+    fetches = is_split and not given.get("ring")
+    seen = min(given["length"], key[2] + window - 1) if fetches else key[2]
+    block = (sizes.operand(1) + sizes.operand(2)) * seen // max(1, key[2])
+    heads, result, scores = block * group, math.prod(sizes.results[0]) * width, 0
+    if len(sizes.operands) > 3:
+        scores = 4 * width * _window_pairs(query, seen, window, fetches)
+    at_once = [(*shape[:2], min(window, shape[2]), shape[3]) for shape in sizes.operands[:3]]
+    kernel = attention(sizes._replace(operands=(*at_once, *sizes.operands[3:])))
+    comes = (2 if fetches else 3) * block if is_split else 0
+    forward = comes + 2 * heads + 4 * result + 2 * sizes.operand(0) + scores // 2 + kernel[0]
+    backward = 2 * comes + 4 * heads + 6 * max(result, sizes.operand(0)) + scores + kernel[1]
+    return RuntimeMemory(None, (forward, backward))
+
+
+def _window_pairs(query: Shape, seen: int, window: int, fetches: bool) -> int:
+    """Of queries and keys whose scores are made at once, with as many numbers as queries have."""
+    pairs, before = query[2] * min(window, query[2]), min(query[2], window // 2)
+    if fetches:  # queries, with what all of them see before the first
+        pairs = max(pairs, before * (min(seen, window) - before))
+    heads = math.prod(query[:2])
+    return min(heads * pairs, max(heads * max(window, query[2]), SCORES_AT_ONCE)) + math.prod(query)
+
+
 def rms_norm(sizes: Sizes) -> Workspace:
     """On CPUs its gradient is put together from those of products and powers; in float32, where the input is of half
     precision, and so is what it makes before that is cast."""

@@ -15,11 +15,12 @@ from functools import partial
 from autopar.clock import is_interrupted
 from autopar.contexts import Steps, gathered, in_rings
 from autopar.driver import Candidate, Context, Front, of_plan, outline_of
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import S
 from autopar.ir.plan import Plan
 from autopar.ops import call_key
 from autopar.ops.context import CONTEXT_ATTENTION
+from autopar.ops.window_attention import WINDOW_ATTENTION
 from autopar.simulate import predict, traffic, traffic_by_submesh
 from autopar.step import simulated_step
 from autopar.substitute import GraphCandidate
@@ -53,12 +54,16 @@ def _kinds(graph: Graph, plan: Plan) -> list[list[str]]:
     for stage in plan.stages:
         for name, placed in stage.nodes.items():
             node = graph.node_by_name.get(name)
-            if node is None or node.op != CONTEXT_ATTENTION or len(node.operands) > 3:
+            if node is None or not _has_both_ways(node):
                 continue
             along = S(len(graph.tensors[node.operands[1]].shape) - 2)
             if along in placed.operands[1]:
                 found.setdefault((call_key(graph, node), stage.axes, placed), []).append(name)
     return [*found.values()]
+
+
+def _has_both_ways(node: Node) -> bool:
+    return node.op == WINDOW_ATTENTION or (node.op == CONTEXT_ATTENTION and len(node.operands) == 3)
 
 
 def _changed(graph: Graph, names: list[str]) -> tuple[Graph, Steps]:

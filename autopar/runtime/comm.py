@@ -350,13 +350,13 @@ def exchange(output: Tensor, received: list[int], buffer: Tensor, sent: list[int
         dist.all_to_all_single(output, buffer, received, sent, group=axis.group)
 
 
-def start_pass_on(output: Tensor, buffer: Tensor, axis: Axis) -> Wait:
-    """Starts to send a buffer to the next rank of the axis, and to receive that of the rank before (both flat); they
-    stay as they are until the returned function was called. Nothing is sent of an empty one."""
+def start_pass_on(output: Tensor, buffer: Tensor, axis: Axis, distance: int = 1) -> Wait:
+    """Starts to send a buffer to the next rank of the axis, or so many further, and to receive that of as many before
+    (both flat); they stay as they are until the returned function was called. Nothing is sent of an empty one."""
     _count("ring", axis, buffer)
     group = axis.group
     assert group is not None, "an axis of one rank has no ring"
-    peers = [dist.get_global_rank(group, (axis.index + step) % axis.size) for step in (1, -1)]
+    peers = [dist.get_global_rank(group, (axis.index + step) % axis.size) for step in (distance, -distance)]
     ways = ((dist.isend, buffer, peers[0]), (dist.irecv, output, peers[1]))
     started = [dist.P2POp(start, x, peer, group) for start, x, peer in ways if x.numel()]
     with explained("ring", axis, buffer.nbytes):

@@ -42,6 +42,7 @@ from autopar.runtime.lowering.heads import *
 from autopar.runtime.lowering.in_bits import *
 from autopar.runtime.lowering.in_eight_bits import *
 from autopar.runtime.lowering.statistics import *
+from autopar.runtime.lowering.window import *
 from autopar.runtime.lowering.windows import *
 from autopar.runtime.lowering.writes import *
 from autopar.runtime.made_again import remade, remaking

@@ -122,7 +122,7 @@ class SendPrices:
         if inner.is_beside:
             axis, size = inner.along(self.axes), inner.priced_bytes
             longer = beside_compute_ns(
-                sent.collective, size, compute_ns, axis, self.per_node, self.profile, inner.beside_share
+                sent.collective, size, compute_ns, axis, self.per_node, self.profile, inner.beside_share, inner.messages
             )
             return sent._replace(duration_ns=longer, beside_ns=longer)
         return sent._replace(duration_ns=0, waits=None, is_early=True) if inner.is_early else sent

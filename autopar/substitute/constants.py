@@ -152,7 +152,7 @@ class _OfOperator:
         rows, columns = self._made.shape[-2:]
         value = self._arguments[0]
         diagonal = int(self._node.args[1]) if len(self._node.args) > 1 else 0
-        number = value.inside if isinstance(value, Intervals) else _one_number(value)
+        number = value.inside if isinstance(value, Intervals) else one_number(value)
         if number is None or (isinstance(value, Intervals) and bool(value.outside != 0)):
             return None
         edge = (torch.arange(rows) + diagonal + (self._name == "tril")).clamp(0, columns)
@@ -167,7 +167,7 @@ class _OfOperator:
             return None
         one, other = self._arguments[:2]
         for left, right, way in ((one, other, self._name), (other, one, TURNED[self._name])):
-            if isinstance(left, Outer) and (number := _one_number(right)) is not None:
+            if isinstance(left, Outer) and (number := one_number(right)) is not None:
                 return left.compared(number, way)
             if isinstance(left, Tensor) and isinstance(right, Tensor):
                 columns, rows = self._along(left, -1), self._along(right, -2)
@@ -219,7 +219,7 @@ class _OfOperator:
         """An operator on each element, where matrices are parted alike, or are one number: on what is inside, and on
         what is outside."""
         seen = {name: value for name, value in self._operands.items() if isinstance(value, Intervals)}
-        numbers = {name: _one_number(value) for name, value in self._operands.items() if name not in seen}
+        numbers = {name: one_number(value) for name, value in self._operands.items() if name not in seen}
         is_pointwise = torch.Tag.pointwise in overload(self._node.op).tags or self._name in _ON_EACH
         if not is_pointwise or any(number is None for number in numbers.values()):
             return None
@@ -249,7 +249,7 @@ def _name(node: Node) -> str:
     return node.op.split(".")[1] if node.op.startswith("aten.") else ""
 
 
-def _one_number(value: Any) -> Tensor | None:
+def one_number(value: Any) -> Tensor | None:
     """What all elements are, as a tensor of no dims."""
     if isinstance(value, (bool, int, float)):
         return torch.tensor(value)

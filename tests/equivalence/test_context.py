@@ -61,8 +61,9 @@ def built(name: str, length: int = 16) -> tuple[nn.Module, Tensors]:
         return hugging_face(transformers.Qwen3Config(head_dim=8, **SIZES), length)
     if name == "hf_mistral":
         return hugging_face(transformers.MistralConfig(sliding_window=5, **SIZES), length)
-    if name == "hf_llama_packed":
-        model, batch = hugging_face(transformers.LlamaConfig(**SIZES), length)
+    if name in ("hf_llama_packed", "hf_mistral_packed"):
+        config = transformers.LlamaConfig if name == "hf_llama_packed" else transformers.MistralConfig
+        model, batch = hugging_face(config(**SIZES, **({} if "llama" in name else {"sliding_window": 5})), length)
         positions = torch.cat([torch.arange(length // 3), torch.arange(length - length // 3)])
         return model, batch | {"position_ids": positions.expand(2, -1).contiguous()}
     module: Any = {"gpt": gpt, "llama": llama}[name]
@@ -81,13 +82,17 @@ CASES = [
     ("hf_llama", 15, {"cp": 2, "tp": 2, "recompute": "full"}),
     ("hf_mistral", 16, {"cp": 2}),  # each position sees five
     ("hf_llama_packed", 16, {"cp": 4}),  # two documents in each sequence
+    ("hf_mistral_packed", 18, {"cp": 2, "tp": 2}),
 ]
 
 
 IN_TURN = [(*case, CONTEXTS[number % 3]) for number, case in enumerate(CASES)]
 """Each case in one way; `python -m tests.equivalence.contexts` has all."""
 
-RINGS = [("gpt", 15, {"cp": 4}), ("hf_mistral", 16, {"cp": 2}), ("hf_llama_packed", 16, {"cp": 4})]
+RINGS = [
+    ("gpt", 15, {"cp": 4}), ("hf_mistral", 16, {"cp": 2}), ("hf_llama_packed", 16, {"cp": 4}),
+    ("hf_mistral", 15, {"cp": 4}), ("hf_mistral_packed", 18, {"cp": 4}),
+]  # fmt: skip
 
 
 @pytest.mark.sampled(
@@ -107,6 +112,7 @@ def test_a_split_sequence_computes_the_same(name: str, length: int, choices: dic
     program = template(model, batch, context=context, **choices)
     assert_equal(model, batch, program)
     assert ("ring=True" in program.source) == (context == "ring")
+    assert ("rt.window_attention" in program.source) == ("mistral" in name)
 
 
 def test_a_stage_of_a_pipeline_is_split_by_positions() -> None:

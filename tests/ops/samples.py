@@ -180,6 +180,21 @@ def contexts() -> list[Sample]:
         ((f(2, 4, 6, 2), f(2, 4, 6, 2), f(2, 4, 6, 2), _seen(2, 1, 6, 6)), {"length": 6, "ring": True}),
         ((f(2, 4, 6, 2), f(2, 4, 4, 2), f(2, 4, 4, 2), buffer(6, 4)), {"length": 4, "ring": True}),
     ]
+    return [Sample(op, args, kwargs, False) for args, kwargs in calls] + _windows()
+
+
+def _windows() -> list[Sample]:
+    """Attention over windows that are shorter than a rank's part, longer, and of one key; of documents, too."""
+    op, documents = "autopar.window_attention.default", torch.arange(12).div(5, rounding_mode="floor").expand(2, -1)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((f(2, 4, 12, 2), f(2, 4, 12, 2), f(2, 4, 12, 2)), {"window": 3, "length": 12, "scale": 0.5}),
+        ((f(2, 12, 12, 2), f(2, 4, 12, 2), f(2, 4, 12, 2)), {"window": 8, "length": 12, "enable_gqa": True}),
+        ((f(4, 2, 7, 2), f(4, 2, 7, 2), f(4, 2, 7, 4)), {"window": 1, "length": 7}),
+        ((f(2, 4, 12, 2), f(2, 4, 12, 2), f(2, 4, 12, 2), documents.clone()), {"window": 4, "length": 12}),
+        ((f(2, 4, 7, 2), f(2, 4, 7, 2), f(2, 4, 7, 2)), {"window": 5, "length": 7, "ring": True}),
+        ((f(2, 4, 12, 2), f(2, 1, 12, 2), f(2, 1, 12, 2), documents.clone()),
+         {"window": 7, "length": 12, "ring": True, "enable_gqa": True}),
+    ]  # fmt: skip
     return [Sample(op, args, kwargs, False) for args, kwargs in calls]
 
 

@@ -224,6 +224,7 @@ HALO, WINDOWS = "autopar/runtime/lowering/halo.py", "autopar/runtime/lowering/wi
 EXPERTS, EXCHANGE = "autopar/runtime/lowering/experts.py", "autopar/runtime/lowering/exchange.py"
 GROUPED, SLICED = "autopar/runtime/lowering/grouped.py", "autopar/runtime/lowering/sliced.py"
 ACTIVATIONS = "autopar/runtime/lowering/activations.py"
+SEEN = "autopar/runtime/lowering/window.py"
 
 
 def _samples(words: str) -> tuple[str, ...]:
@@ -233,6 +234,14 @@ def _samples(words: str) -> tuple[str, ...]:
 INSIDE = [
     Fault("a row that several ranks needed keeps the gradient of one", HALO, ".add_(piece)", ".copy_(piece)",
           _samples("conv1d")),
+    Fault("gradients of keys that come home take the place of a rank's own", SEEN, ".add_(part.view(shape))",
+          ".copy_(part.view(shape))", ("tests:tests/runtime/test_window_attention.py -k split_the_sequence",)),
+    Fault("gradients of a triangle from behind stay in that order", "autopar/runtime/lowering/band.py",
+          "part = part.flip(2) if piece.is_behind else part", "part = part",
+          ("tests:tests/runtime/test_window_attention.py -k under_its_mask",)),
+    Fault("positions within documents are taken for places whatever numbers these", "autopar/substitute/bands.py",
+          "is_joined and rest == positions and", "is_joined and",
+          ("tests:tests/substitute/test_bands.py -k stays",)),
     Fault("every rank pads on both sides", HALO, "front = min(max(0, -begin), end - begin)", "front = window.padding",
           _samples("conv1d")),
     Fault("zeros win a maximum in the padding", WINDOWS, 'float("-inf"))', "0.0)", _samples("max_pool")),

@@ -25,7 +25,18 @@ def test_there_are_faults_of_every_kind() -> None:
     assert len({(fault.file, fault.old, fault.new) for fault in FAULTS}) == len(FAULTS) >= 60
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     folders = {"/".join(fault.file.split("/")[:2]) for fault in FAULTS}
-    assert folders == {f"autopar/{room}" for room in ("ops", "runtime", "emit", "ir", "trace", "microbatch.py")}
+    assert folders == {
+        f"autopar/{room}"
+        for room in (
+            "ops",
+            "runtime",
+            "emit",
+            "ir",
+            "trace",
+            "substitute",
+            "microbatch.py",
+        )
+    }
 
 
 @pytest.mark.sweep

@@ -95,17 +95,26 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: Tensor, dim: int, axis: Axis, held: tuple[Range, ...], needed: tuple[Range, ...]
     ) -> Tensor:
         ctx.dim, ctx.axis, ctx.held, ctx.needed = dim, axis, held, needed
-        return torch.cat(_trade(x, dim, axis, held, needed), dim)
+        return fetched(x, dim, axis, held, needed)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dim, axis, held, needed = ctx.dim, ctx.axis, ctx.held, ctx.needed
-        begin, end = held[axis.index]
-        total = grad.new_zeros((*grad.shape[:dim], end - begin, *grad.shape[dim + 1 :]))
-        for piece, other in zip(_trade(grad, dim, axis, needed, held), needed, strict=True):
-            first, last = overlap(held[axis.index], other)
-            total.narrow(dim, first - begin, last - first).add_(piece)
-        return total, None, None, None, None
+        return given_back(grad, ctx.dim, ctx.axis, ctx.held, ctx.needed), None, None, None, None
+
+
+def fetched(x: Tensor, dim: int, axis: Axis, held: Sequence[Range], needed: Sequence[Range]) -> Tensor:
+    """The needed rows, out of the held ones."""
+    return torch.cat(_trade(x, dim, axis, held, needed), dim)
+
+
+def given_back(grad: Tensor, dim: int, axis: Axis, held: Sequence[Range], needed: Sequence[Range]) -> Tensor:
+    """The sum of what ranks have of the held rows, out of the needed ones."""
+    begin, end = held[axis.index]
+    total = grad.new_zeros((*grad.shape[:dim], end - begin, *grad.shape[dim + 1 :]))
+    for piece, other in zip(_trade(grad, dim, axis, needed, held), needed, strict=True):
+        first, last = overlap(held[axis.index], other)
+        total.narrow(dim, first - begin, last - first).add_(piece)
+    return total
 
 
 def _trade(x: Tensor, dim: int, axis: Axis, own: Sequence[Range], wanted: Sequence[Range]) -> list[Tensor]:

@@ -58,11 +58,13 @@ class PartQueries(NamedTuple):
 
 
 class PartCall(NamedTuple):
-    """What is the same in all parts, but for the mask: that has their keys."""
+    """What is the same in all parts, but for the mask: that has their keys; and documents, by numbers of queries and of
+    keys (batch, positions): those of one see each other."""
 
     causal: bool
     scale: float
     mask: Tensor | None = None
+    documents: tuple[Tensor, Tensor] | None = None
 
 
 def empty_part(query: Tensor, width: int) -> AttentionPart:
@@ -74,13 +76,18 @@ def empty_part(query: Tensor, width: int) -> AttentionPart:
 
 def add_part(whole: AttentionPart, rows: slice, part: AttentionPart) -> None:
     """Puts a part to the result of some queries, in place."""
-    old, new = whole.sums.of(rows), part.sums
+    merge_part(AttentionPart(whole.result[:, :, rows], whole.sums.of(rows)), part)
+
+
+def merge_part(whole: AttentionPart, part: AttentionPart) -> None:
+    """Puts a part to a result of the same queries, in place."""
+    old, new = whole.sums, part.sums
     top = torch.maximum(old.top, new.top)
     shift = torch.where(top == -math.inf, 0.0, top)
     weights = [sums.total * (sums.top - shift).exp() for sums in (old, new)]
     total = weights[0] + weights[1]
     one, other = ((weight / torch.where(total == 0, 1.0, total)).unsqueeze(-1) for weight in weights)
-    whole.result[:, :, rows].mul_(one).addcmul_(widen(part.result), other)
+    whole.result.mul_(one).addcmul_(widen(part.result), other)
     old.top.copy_(top)
     old.total.copy_(total)
 
@@ -161,9 +168,12 @@ def _rows_at_once(query: Tensor, key: Tensor) -> Iterator[slice]:
 
 def _scores(query: Tensor, key: Tensor, call: PartCall, rows: slice) -> Tensor:
     scores = widen(query[:, :, rows]) @ widen(key).mT * call.scale
+    if call.documents is not None:
+        queries, keys = call.documents
+        scores.masked_fill_(queries[:, None, rows, None] != keys[:, None, None], -math.inf)
     if call.causal:
-        hidden = torch.ones((query.size(2), key.size(2)), dtype=torch.bool, device=scores.device).triu(1)[rows]
-        return scores.masked_fill_(hidden, -math.inf)
+        places = torch.arange(key.size(2), device=scores.device)
+        return scores.masked_fill_(places > places[rows, None], -math.inf)
     if call.mask is None:
         return scores
     mask = call.mask if call.mask.size(-2) == 1 else call.mask[..., rows, :]
@@ -173,7 +183,7 @@ def _scores(query: Tensor, key: Tensor, call: PartCall, rows: slice) -> Tensor:
 def _kernel(query: Tensor, value: Tensor, call: PartCall) -> str:
     """Which of torch's kernels that tell the lse computes such heads; none where it is taken apart."""
     width = query.size(-1)
-    if width != value.size(-1) or call.mask is not None:
+    if width != value.size(-1) or call.mask is not None or call.documents is not None:
         return ""
     if query.device.type == "cpu":
         return "cpu"

@@ -44,4 +44,6 @@ class Spread(NamedTuple):
 
     def of_heads(self, grad: Tensor) -> Tensor:
         """The sum over the query heads that share a head."""
-        return grad if self.group == 1 else grad.view(grad.size(0), -1, self.group, *grad.shape[2:]).sum(2)
+        if self.group == 1 or not grad.size(1):
+            return grad
+        return grad.view(grad.size(0), grad.size(1) // self.group, self.group, *grad.shape[2:]).sum(2)
