@@ -24,15 +24,15 @@ Found = tuple[Graph, Plan]
 def in_and_out_of_margin(request: Request, searched: Callable[[Request], Found]) -> Found:
     """The better of what a search finds out of the margin and in it, with what refilling may take; one search where the
     limit that is asked for keeps all plans out of it, or nothing is known of it. Raises like `searched`."""
-    room = room_of(request)
-    if room is None:
+    limit, room = request.memory_limit, room_of(request)
+    if limit is None or room is None:
         return searched(request)
     usable_bytes, refill_ns = room
     try:
         graph, plan = searched(replace(request, memory_limit=usable_bytes))
     except InfeasibleError:
         return searched(request)
-    roomy = graph, replace(plan, memory_limit=request.memory_limit)
+    roomy = graph, replace(plan, memory_limit=limit)
     if is_interrupted() or plan.predicted.step_time_ns <= refill_ns:  # of one microbatch, and all plans have one
         return roomy
     return min(roomy, searched(request), key=longest_ns)
