@@ -268,12 +268,21 @@ class Front:
 
 def chosen(found: Sequence[Candidate], sure: Sure | None) -> Candidate:
     """The answer of some plans: the simplest; of those that the profile cannot tell from the fastest, it is one that
-    fits as surely as any. Where nothing is known of that, it is the simplest of all."""
+    fits as surely as any. Where nothing is known of that, it is the simplest of all. Plans that fill the device are
+    left out where another one is faster with what refilling it may take."""
     if sure is None:
         return simplest(found)
+    longest = {one: one.step_ns + sure.refilling_ns(one.peak_bytes, microbatches_of(one)) for one in found}
+    least = min(longest.values())
+    found = [one for one in found if longest[one] == one.step_ns or longest[one] <= least]
     most = min(one.step_ns for one in found) * (1 + sure.resolution)
     odds = {one: sure.of(one.peak_bytes) for one in found if one.step_ns <= most}
     return simplest([one for one in odds if odds[one] == max(odds.values())])
+
+
+def microbatches_of(candidate: Candidate) -> int:
+    """Of its outline; one where it has none."""
+    return 1 if candidate.outline is None else candidate.outline.microbatches
 
 
 def simplest(found: Sequence[Candidate]) -> Candidate:

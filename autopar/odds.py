@@ -56,7 +56,7 @@ def with_odds(plan: Plan, graph: Graph) -> Plan:
         return plan
     part = divided_graph(graph, plan.microbatches)
     peaks = _peaks(plan, part, profiles)
-    found = [told(plan.predicted, peak, communicators(plan), profiles[kind]) for kind, peak in sorted(peaks.items())]
+    found = [told(plan, peak, profiles[kind]) for kind, peak in sorted(peaks.items())]
     spreads = [step_spread(plan, part, profile) for profile in profiles.values()]
     spread = None if None in spreads else max(filter(None, spreads))
     return replace(plan, predicted=with_interval(min(found, key=_odds), spread))
@@ -66,12 +66,12 @@ def with_odds(plan: Plan, graph: Graph) -> Plan:
 
 
 def with_interval(predicted: Prediction, spread: float | None) -> Prediction:
-    """The prediction with the interval that nine in ten steps are in. spread: standard deviation of the logarithm; None
-    where it is not known."""
+    """The prediction with the interval that nine in ten steps are in, up to where refilling a full device takes it.
+    spread: standard deviation of the logarithm; None where it is not known."""
     if spread is None:
         return predicted
     low, high = (round(predicted.step_time_ns * math.exp(sign * NINE_IN_TEN * spread)) for sign in (-1, 1))
-    return replace(predicted, step_time_interval_ns=(low, high))
+    return replace(predicted, step_time_interval_ns=(low, high + (predicted.refilling_ns or 0)))
 
 
 def step_spread(plan: Plan, part: Graph, profile: Profile) -> float | None:
@@ -156,6 +156,10 @@ class Sure:
         odds = self._memory.fits_probability(self._memory.taken_bytes(peak_bytes), self._capacity)
         return min(SURE, math.floor(odds * STEPS) / STEPS)
 
+    def refilling_ns(self, peak_bytes: int, microbatches: int) -> int:
+        """What a step may take longer that allocates so much at its peak (`DeviceMemory.refilling_ns`)."""
+        return self._memory.refilling_ns(peak_bytes, self._capacity, microbatches)
+
     def most_bytes(self, limit: int) -> int:
         """The most, up to a limit, that a plan may allocate at its peak and fit as surely as any."""
         return bisect_right(range(1, limit + 1), -self.of(0), key=lambda peak_bytes: -self.of(peak_bytes))
@@ -176,15 +180,18 @@ def _peaks(plan: Plan, part: Graph, profiles: Mapping[str, Profile]) -> dict[str
     return found
 
 
-def told(predicted: Prediction, peak_bytes: int, num_communicators: int, profile: Profile) -> Prediction:
-    """The prediction with what is taken of a device of that profile, on which so much is allocated at the peak."""
+def told(plan: Plan, peak_bytes: int, profile: Profile) -> Prediction:
+    """The plan's prediction with what is taken of a device of that profile, on which so much is allocated at the
+    peak."""
     memory, capacity = profile.memory, profile.facts.capacity_bytes
     if memory is None:
-        return predicted
-    taken = memory.taken_bytes(peak_bytes, num_communicators)
-    odds = memory.fits_probability(taken, capacity)
-    needed = memory.needed_bytes(taken)
-    return replace(predicted, taken_bytes=taken, needed_bytes=needed, capacity_bytes=capacity, fits_probability=odds)
+        return plan.predicted
+    taken = memory.taken_bytes(peak_bytes, communicators(plan))
+    return replace(
+        plan.predicted, taken_bytes=taken, needed_bytes=memory.needed_bytes(taken), capacity_bytes=capacity,
+        fits_probability=memory.fits_probability(taken, capacity), tight_bytes=memory.tight_bytes(capacity),
+        refilling_ns=memory.refilling_ns(peak_bytes, capacity, plan.microbatches) or None,
+    )  # fmt: skip
 
 
 def communicators(plan: Plan) -> int:

@@ -30,6 +30,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, checked
 from autopar.ir.plan import Plan
 from autopar.ir.routing import Routing
+from autopar.margin import in_and_out_of_margin
 from autopar.microbatch import check_plan
 from autopar.odds import with_odds
 from autopar.padding import checked_filling
@@ -241,7 +242,10 @@ def planned_jointly(
         graph, told = for_sequences(graph)
         graph, ways = by_price(graph, request)
         told = (*told, *ways)
-    graph, plan = search(PASSES, graph, Context(request, progress, ended or reporting_passes(progress)))
+    own = graph
+    graph, plan = in_and_out_of_margin(
+        request, lambda asked: search(PASSES, own, Context(asked, progress, ended or reporting_passes(progress)))
+    )
     return graph, replace(plan, substitutions=(*causal, *told, *plan.substitutions))
 
 

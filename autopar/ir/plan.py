@@ -106,7 +106,10 @@ class Prediction:
 
     Where the devices' profiles say (`autopar.odds`): step_time_interval_ns holds nine in ten steps, taken_bytes are
     what a process takes of the fullest device, beside what is allocated, needed_bytes what 98 of 100 plans so predicted
-    stay below, and fits_probability is how likely its capacity_bytes are enough, with what the allocator needs to work.
+    stay below, and fits_probability is how likely it stays below tight_bytes, the part of its capacity_bytes that
+    leaves the allocator the room that it works in. refilling_ns: what a step may take longer than step_time_ns since
+    the device is fuller than that, so that its allocator gives memory back and asks again (`autopar.cost.device`);
+    the interval's upper end has it.
 
     Where experts are routed, step_time_ns is the mean over routings, step_time_p99_ns what all but one in a hundred
     take at most; memory is that of the 99th percentile (`ops.loads`).
@@ -127,6 +130,8 @@ class Prediction:
     fits_probability: float | None = None
     step_time_p99_ns: int | None = None
     host_bytes: int | None = None
+    tight_bytes: int | None = None
+    refilling_ns: int | None = None
 
 
 @dataclass(frozen=True)

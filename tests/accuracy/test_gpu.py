@@ -115,6 +115,13 @@ def test_what_other_columns_say_is_read_from_them(tmp_path: Path) -> None:
     assert whole.id != other.id, "errors are kept by names"
 
 
+def test_columns_that_are_not_there_are_told_from_values_that_are_not_understood(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("model,gpu,gpus,micro_batch,tp,precision\ngpt,H100-SXM5-80GB,8,1,,bf16\n", encoding="utf-8")
+    (row,) = read_rows(path)
+    assert "pp: no such column" in row.unknown and "tp: expected one number, found ''" in row.unknown
+
+
 def test_a_grid_is_read_row_by_row(tmp_path: Path) -> None:
     path = tmp_path / "grid.csv"
     path.write_text(

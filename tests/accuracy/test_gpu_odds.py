@@ -13,7 +13,7 @@ from autopar.cost.files import profiles_folder
 from autopar.cost.profile import profile_from_json
 from autopar.odds import NINE_IN_TEN
 from autopar.profiler import load_profile
-from benchmarks.accuracy.gpu.odds import Miss, covered, misses, needed_spread, resolution, write_steps
+from benchmarks.accuracy.gpu.odds import Miss, calibration, covered, misses, needed_spread, resolution, write_steps
 from benchmarks.accuracy.gpu.predictions import Predicted
 from benchmarks.accuracy.gpu.rows import Row, Sizes
 
@@ -26,6 +26,10 @@ def test_nine_in_ten_rows_are_inside_of_the_spread_that_they_need() -> None:
     rows = [miss(step / 100) for step in range(1, 101)]
     spread = needed_spread(rows)
     assert sum(row.log <= NINE_IN_TEN * spread + 1e-12 for row in rows) in (90, 91)
+
+
+def test_no_rows_have_no_share_of_rows() -> None:
+    assert calibration([], {}).splitlines()[-1].split() == ["all", "0", "–", "–"]
 
 
 def test_what_operators_explain_is_not_asked_of_whole_steps() -> None:

@@ -55,6 +55,21 @@ def test_what_is_needed_at_most_leaves_two_in_a_hundred() -> None:
     assert MEMORY.needed_bytes(10**10, spread=2 * MEMORY.spread) > needed
 
 
+def test_refilling_is_of_devices_that_are_fuller_than_is_usable() -> None:
+    capacity = H100.facts.capacity_bytes
+    usable = MEMORY.usable_bytes(capacity)
+    assert MEMORY.refill_ns > 0
+    assert MEMORY.refilling_ns(usable, capacity, 4) == 0
+    assert MEMORY.refilling_ns(usable + 1, capacity, 4) == 4 * MEMORY.refill_ns
+    assert replace(MEMORY, refill_ns=0).refilling_ns(capacity, capacity, 4) == 0
+
+
+def test_a_block_that_knows_nothing_of_refilling_is_read() -> None:
+    data = json.loads(json.dumps(profile_to_json(H100)))
+    del data["memory"]["refill_ns"]
+    assert profile_from_json(data, "mine").memory == replace(MEMORY, refill_ns=0)
+
+
 def test_a_profile_without_the_block_keeps_its_reserve() -> None:
     frozen = load_profile(PROFILES["h100"])
     assert frozen.memory is None

@@ -48,7 +48,11 @@ function summary(plan) {
         ? figure(
             'taken of a device',
             bytes(predicted.taken_bytes),
-            `of ${bytes(predicted.capacity_bytes)}; fits with ${(100 * predicted.fits_probability).toFixed(1)}%`,
+            `of ${bytes(predicted.capacity_bytes)}; ` +
+              (predicted.tight_bytes ? '' : 'fits ') +
+              `with ${(100 * predicted.fits_probability).toFixed(1)}%` +
+              (predicted.tight_bytes ? ` below the ${bytes(predicted.tight_bytes)} from which its allocator thrashes` : '') +
+              (predicted.refilling_ns ? `; so full that a step may take ${time(predicted.refilling_ns)} more` : ''),
           )
         : '',
       figure(

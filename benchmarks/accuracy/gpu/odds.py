@@ -96,7 +96,8 @@ def calibration(items: Sequence[Predicted], left_out: Mapping[str, float]) -> st
         share = np.mean([inside[id(row)] for row in own]) if own else math.nan
         spread = f"{spreads[own[0].device]:.2%}" if own and name != "all" else ""
         by_source = np.mean([apart[id(row)] for row in own]) if own else math.nan
-        lines.append(f"{name[:64]:64}{len(own):8}{share:10.1%}{spread:>10}{by_source:20.1%}")
+        inside_text, apart_text = ("–" if math.isnan(part) else f"{part:.1%}" for part in (share, by_source))
+        lines.append(f"{name[:64]:64}{len(own):8}{inside_text:>10}{spread:>10}{apart_text:>20}")
     return "\n".join(lines)
 
 

@@ -15,7 +15,6 @@ from autopar.ir.plan import Plan
 from autopar.odds import operators_variance
 from autopar.simulate import Overlap, Sums, Timeline, simulate
 from autopar.simulate import predict as told_of
-from autopar.simulate.engine import Sent
 from benchmarks.accuracy.gpu.float8 import cast_before
 from benchmarks.accuracy.gpu.memory import allocated_bytes, held, sums_bytes
 from benchmarks.accuracy.gpu.plans import alike, plan_of, profile_name, reason_against, resized, traced
@@ -107,8 +106,7 @@ def predict(item: Planned, softwares: tuple[Software, ...], profiles: Mapping[st
     software = software_of(row.framework, softwares)
     profile = used_profile(profiles[profile_name(row.gpu)], software, row.precision, row.network)
     timeline = simulate(item.graph, item.plan, profile, overlap_of(row, software))
-    late = late_gathers_ns(timeline) if row.zero in software.late_gathers else 0
-    seconds = (timeline.step_time_ns + late) / 1e9 + once_a_step_s(item.graph, item.plan, software, profile)
+    seconds = timeline.step_time_ns / 1e9 + once_a_step_s(item.graph, item.plan, software, profile)
     variance = operators_variance(replace(item.plan, predicted=told_of(timeline)), item.graph, profile)
     return replace(memory_of(item, software, timeline, profile), seconds=seconds, operators_variance=variance)
 
@@ -148,16 +146,6 @@ def overlap_of(row: Row, software: Software) -> Overlap:
         balances=software.context != "ring", queues_apart=software.queues_apart,
         bucket_bytes=software.bucket_bytes(row.dp * row.cp),
     )  # fmt: skip
-
-
-def late_gathers_ns(timeline: Timeline) -> int:
-    """What gathers of parameters take that the simulator has beside computation."""
-    along = max((lane.along for lane in timeline.lanes), key=_gathers_ns)
-    return max(0, _gathers_ns(along) - timeline.exposed.get("gather", 0))
-
-
-def _gathers_ns(along: Mapping[tuple[int, str], Sent]) -> int:
-    return sum(sent.duration_ns for (_, kind), sent in along.items() if kind == "gather")
 
 
 _profiles: dict[tuple[int, int, str, str], tuple[Profile, Software, Profile]] = {}

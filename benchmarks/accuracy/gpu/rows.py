@@ -198,7 +198,7 @@ class _Reader:
         try:
             return how(text)
         except UnknownError as error:
-            self.reasons.append(f"{name}: {error}")
+            self.reasons.append(f"{name}: {error}" if name in self.record else f"{name}: no such column")
         except Exception:  # what a file may say has no end, and none of it may end the other rows
             self.reasons.append(f"{name} {text!r}" if name in self.record else f"{name}: no such column")
         return default

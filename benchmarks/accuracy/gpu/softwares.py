@@ -24,15 +24,15 @@ class Software:
     """One entry.
 
     matches: a regular expression on a row's framework; the first entry that matches counts, the last one matches
-    all. model: what its models are made of, beside sizes (fields of `decoder.Config`). late_sums, late_gathers: the
-    kinds of ZeRO with which gradients are summed after the backward pass, and parameters gathered while nothing is
-    computed. keeps_sums: float32 sums of the gradients are in memory all the time. keeps_gradients: so are the
-    gradients themselves, in 16 bits, until they are summed. adds_in_products: the products that make gradients of
-    weights add them to the float32 sums. queues_apart: as in `autopar.simulate.Overlap`. bucket_elements: of
-    gradients that travel together, the most of a few ranks, and each rank's share of the most of many
-    (`bucket_bytes`); zeros: as emitted programs pack them. pinned: of what collectives along tensor parallelism
-    read and wrote (`memory.sent_ahead_bytes`), the part whose memory cannot be used again yet; pinned_spread:
-    standard deviation of measured over predicted of that. cuts_activations: as in `autopar.simulate.Overlap`.
+    all. model: what its models are made of, beside sizes (fields of `decoder.Config`). late_sums: the kinds of ZeRO
+    with which gradients are summed after the backward pass. keeps_sums: float32 sums of the gradients are in memory
+    all the time. keeps_gradients: so are the gradients themselves, in 16 bits, until they are summed.
+    adds_in_products: the products that make gradients of weights add them to the float32 sums. queues_apart: as in
+    `autopar.simulate.Overlap`. bucket_elements: of gradients that travel together, the most of a few ranks, and each
+    rank's share of the most of many (`bucket_bytes`); zeros: as emitted programs pack them. pinned: of what
+    collectives along tensor parallelism read and wrote (`memory.sent_ahead_bytes`), the part whose memory cannot be
+    used again yet; pinned_spread: standard deviation of measured over predicted of that. cuts_activations: as in
+    `autopar.simulate.Overlap`.
     attention: its kernel, where that is not the newest that the device's profile knows ("flash2"). context: how
     attention runs over sequences that are split, as `template_plan` calls it. regathers: the norms of a layer after
     which sequence parallelism gathers, and gathers again in the backward pass. wraps_layers: ZeRO gathers each
@@ -48,7 +48,6 @@ class Software:
     matches: str
     model: Mapping[str, Any]
     late_sums: tuple[int, ...]
-    late_gathers: tuple[int, ...]
     keeps_sums: bool
     keeps_gradients: bool
     adds_in_products: bool
@@ -116,7 +115,7 @@ def by_threshold(costs: Sequence[float], stages: int) -> list[int]:
 
 # The file ----------------------------------------
 
-_KINDS = ("late_sums", "late_gathers", "regathers", "bucket_elements")
+_KINDS = ("late_sums", "regathers", "bucket_elements")
 
 
 def read_softwares(path: Path = TABLE) -> tuple[Software, ...]:
