@@ -23,6 +23,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -177,16 +178,37 @@ def _is_of_library(file: str) -> bool:
     return file.startswith("<frozen") or (file.startswith(_STDLIB) and "site-packages" not in file)
 
 
+_WITHOUT: dict[frozenset[int], WeakKeyDictionary[ModuleType, int]] = {}
+"""Modules of installed packages that had none of some objects, with how many names each had then."""
+
+
+def _namespaces_with(wanted: frozenset[int]) -> Iterator[dict[str, Any]]:
+    """Of modules that have some of these objects, by id. Thousands are imported and few ever have one: an installed one
+    that had none is looked at again when it has more or fewer names."""
+    without = _WITHOUT.setdefault(wanted, WeakKeyDictionary())
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or module.__name__.startswith(("torch.", "autopar.")):
+            continue
+        names = vars(module)
+        if without.get(module) == len(names):
+            continue
+        if not wanted.isdisjoint(map(id, list(names.values()))):
+            yield names
+        elif _is_installed(names.get("__file__")):
+            without[module] = len(names)
+
+
+def _is_installed(file: object) -> bool:
+    return isinstance(file, str) and (file.startswith(_STDLIB) or "site-packages" in file)
+
+
 @contextmanager
 def _replaced(others: dict[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
     """While inside, every module has others in the place of some functions, under whatever name it took them."""
     by_id = {id(own): other for own, other in others.items()}
     places = [
         (names, name, value)
-        for module in list(sys.modules.values())
-        if isinstance(module, ModuleType) and not module.__name__.startswith(("torch.", "autopar."))
-        for names in (vars(module),)
-        if not by_id.keys().isdisjoint(map(id, list(names.values())))  # most modules have none of them
+        for names in _namespaces_with(frozenset(by_id))
         for name, value in list(names.items())
         if id(value) in by_id
     ]
