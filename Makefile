@@ -6,21 +6,29 @@ PYTHON := .venv/bin/python
 WORKERS := 2
 INSTALLED := .venv/.installed
 
-.PHONY: demo test unit lint format docs clean
+.PHONY: demo test unit lint style types tests format docs clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
 	$(PYTHON) examples/demo.py
 
-test: lint
+# Types take one core for a minute where nothing is cached: they are checked beside the first tests.
+test: style
+	$(MAKE) --jobs 2 types tests
+
+tests: $(INSTALLED)
 	$(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
 
 unit: $(INSTALLED)
 	$(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup -m "not ranks and not sweep"
 
-lint: $(INSTALLED)
+lint: style types
+
+style: $(INSTALLED)
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
+
+types: $(INSTALLED)
 	$(PYTHON) -m mypy
 	.venv/bin/lint-imports
 

@@ -168,9 +168,11 @@ def _part(item: pytest.Item) -> int:
 
 
 @pytest.fixture(autouse=True)
-def _traced_once_on_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where programs run on ranks, a model is traced once for its plans and their programs, in several tests too."""
-    with traced_once(_TRACED) if request.node.get_closest_marker("ranks") else nullcontext():
+def _traced_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where programs run, or whole models are planned, a model is traced once for its plans and their programs, in
+    several tests too."""
+    is_of_plans = any(map(request.node.get_closest_marker, ("ranks", "sweep")))
+    with traced_once(_TRACED) if is_of_plans else nullcontext():
         yield
 
 

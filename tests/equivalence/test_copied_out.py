@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -93,6 +94,7 @@ def test_dropout_and_recomputed_blocks_beside() -> None:
             assert all(torch.equal(gradients[name], value) for name, value in plain_gradients.items())
 
 
+@cache
 def deep_gpt() -> tuple[nn.Module, Tensors]:
     torch.manual_seed(0)
     config = gpt.Config(vocab_size=128, seq_len=128, hidden_size=128, num_layers=6, num_heads=4, batch_size=8)

@@ -4,6 +4,7 @@ memory as predicted."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cost.eight_bits import COMPRESSION
+from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.recompute import operators_again
 from autopar.microbatch import divided_graph
@@ -55,9 +57,17 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def both(model: nn.Module, batch: Tensors, choices: dict[str, Any]) -> tuple[Plan, Plan]:
+@cache
+def subject(name: str) -> tuple[nn.Module, Tensors, Graph]:
+    """A model, its batch and graph."""
+    model, batch = MODELS[name]()
+    return model, batch, trace(model, batch)
+
+
+def both(name: str, choices: dict[str, Any]) -> tuple[Plan, Plan]:
     """As a template says, and with all in 8 bits that gain by it."""
-    plain, graph = autopar.template_plan(model, MESH, batch, **choices), trace(model, batch)
+    model, batch, graph = subject(name)
+    plain = autopar.template_plan(model, MESH, batch, **choices)
     part = divided_graph(graph, plain.microbatches)
     rung, again = rungs_in_eight_bits(part, "cpu")[-1], operators_again(plain.recompute)
     bits, eight = ([name for name in names if name not in again] for names in rung)
@@ -75,8 +85,7 @@ def distance(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 @pytest.mark.sampled
 @pytest.mark.parametrize(("name", "choices"), CASES, ids=str)
 def test_as_far_off_as_stated_and_below_the_predicted_peak(name: str, choices: dict[str, Any]) -> None:
-    model, batch = MODELS[name]()
-    plain, kept = both(model, batch, choices)
+    (model, batch, _), (plain, kept) = subject(name), both(name, choices)
     assert in_eight_bits(kept) and "not what one device computes" in str(kept)
     sources = [autopar.parallelize(model, MESH, batch, plan=plan, check=False).source for plan in (plain, kept)]
     assert "in_eight_bits(lambda: " in sources[1] and "in_eight_bits(" not in sources[0]
@@ -96,7 +105,7 @@ def test_as_far_off_as_stated_and_below_the_predicted_peak(name: str, choices: d
 @pytest.mark.ranks
 @pytest.mark.parametrize("algorithm", ["int8", "topk(0.05)", "powersgd(2)"])
 def test_sums_are_as_far_off_as_stated(algorithm: str) -> None:
-    model, batch = small_gpt()
+    model, batch, _ = subject("gpt")
     plans = [autopar.template_plan(model, MESH, batch, dp=2, algorithm=kind) for kind in (None, algorithm)]
     sources = [autopar.parallelize(model, MESH, batch, plan=plan, check=False).source for plan in plans]
     (_, exact), (_, near) = (

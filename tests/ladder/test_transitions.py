@@ -18,7 +18,7 @@ from autopar.ir.mesh import coordinates
 from autopar.ir.plan import Plan
 from autopar.ladders.layouts import StateLayout, layout_of
 from autopar.ladders.transitions import mirrored_bytes, moves, survivors, transition
-from autopar.pipeline import traced
+from autopar.pipeline import template_of_graph, traced
 from autopar.profiler import profiles_of
 from autopar.runtime.elastic.held import lacking
 from autopar.runtime.elastic.mirrors import mirrored
@@ -31,20 +31,29 @@ WAYS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def devices(way: str) -> int:
+    return math.prod(WAYS[way].get(axes, 1) for axes in ("dp", "tp", "pp"))
+
+
 @cache
-def planned(way: str) -> tuple[Graph, Plan]:
+def graph_of_gpt() -> Graph:
     config = gpt.Config(batch_size=12)
     with torch.device("meta"):
         model = gpt.build(config)
         inputs = gpt.example_inputs(config)
-    options = WAYS[way]
-    count = options.get("dp", 1) * options.get("tp", 1) * options.get("pp", 1)
-    mesh = autopar.Mesh("h100", devices_per_node=count)
-    return traced(model, inputs, None, None, check=False)[0], autopar.template_plan(model, mesh, inputs, **options)
+    return traced(model, inputs, None, None, check=False)[0]
 
 
-def elements(graph: Graph, plan: Plan) -> dict[str, list[set[int]]]:
+@cache
+def planned(way: str) -> tuple[Graph, Plan]:
+    mesh = autopar.Mesh("h100", devices_per_node=devices(way))
+    return graph_of_gpt(), template_of_graph(graph_of_gpt(), mesh, **WAYS[way])
+
+
+@cache
+def elements(way: str) -> dict[str, list[set[int]]]:
     """By tensor and rank: the numbers of the elements that it keeps, as torch.chunk cuts a tensor of them."""
+    graph, plan = planned(way)
     found: dict[str, list[set[int]]] = {}
     for item in graph.stored:
         if item.kind == "constant" or (item.kind == "buffer" and not item.persistent):
@@ -84,14 +93,14 @@ PAIRS = [
     pytest.param(old, new, lost, id=f"{old} to {new} without {list(lost)}")
     for old, new in itertools.permutations(WAYS, 2)
     for lost in ((), (1,))
-    if not lost or layout(old).ranks > 2
+    if not lost or devices(old) > 2
 ]
 
 
 @pytest.mark.parametrize(("old", "new", "lost"), PAIRS)
 def test_bytes_are_those_of_the_elements_that_ranks_lack(old: str, new: str, lost: tuple[int, ...]) -> None:
-    (graph, before), (_, after) = planned(old), planned(new)
-    had, needs, size = elements(graph, before), elements(graph, after), element_bytes(graph)
+    after = planned(new)[1]
+    had, needs, size = elements(old), elements(new), element_bytes(graph_of_gpt())
     was = survivors(layout(old).ranks, layout(new).ranks, lost)
     left = [rank for rank in range(layout(old).ranks) if rank not in lost]
     found = moves(layout(old), layout(new), was, lost, after.mesh)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -73,7 +72,15 @@ def test_every_collective_is_measured_along_every_kind_of_axis(world: int, per_n
 
 @pytest.mark.ranks
 def test_a_copy_of_the_file_runs_alone_under_torchrun(tmp_path: Path) -> None:
-    script = shutil.copy(measure_links.__file__, tmp_path / "links.py")
+    text = Path(measure_links.__file__).read_text(encoding="utf-8")
+    for usual, short in (
+        ("\nWINDOWS = 7\n", "\nWINDOWS = 1\n"),
+        ("NS_A_WINDOW, MOST_IN_A_WINDOW = 2e7", "NS_A_WINDOW, MOST_IN_A_WINDOW = 1e6"),
+    ):
+        assert usual in text
+        text = text.replace(usual, short)
+    script = tmp_path / "links.py"
+    script.write_text(text, encoding="utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, str(script), "--seconds", "0"], capture_output=True, text=True, timeout=250, cwd=tmp_path,
