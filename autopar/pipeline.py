@@ -34,6 +34,7 @@ from autopar.margin import in_and_out_of_margin
 from autopar.microbatch import check_plan
 from autopar.odds import with_odds
 from autopar.padding import checked_filling
+from autopar.passes.async_tp import async_tp
 from autopar.passes.balance import balance
 from autopar.passes.branch import branch
 from autopar.passes.contexts import contexts
@@ -91,6 +92,7 @@ PASSES = (
     template,  # the best plan → templates that people run, where they are faster
     rewrite,  # the best plan → graphs equal to the model's, to be planned near it                       TASO, Unity
     rings,  # the best plan that splits sequences → keys gathered or passed around, whichever is faster
+    async_tp,  # the best plan → its products beside what is sent around them, where it is faster          ASPLOS'23
     exchange,  # the best plan → its tokens sent to experts in chunks, beside these, where it is faster       TUTEL
     replicate,  # the best plan → the experts that most tokens choose on every rank, where some are busy  FasterMoE
     adapt,  # the best plan → its tokens sent as the load of the moment asks for, where loads differ         TUTEL
