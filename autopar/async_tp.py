@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autopar.cost.collectives import redistribution
 from autopar.errors import PlacementError, PlanError
@@ -31,14 +31,15 @@ from autopar.substitute.async_linears import (
     SCATTER_STATEMENT,
     is_linear,
     siblings,
+    together,
     with_gathers,
     with_scatters,
 )
 
 
 class Sending(NamedTuple):
-    """Linear operators around which rows travel: all that read one tensor whose rows are gathered, or one whose
-    summands are scattered; along which axis (by position) of their stage, and which dim. shared: of rows that are
+    """Linear operators around which rows travel: of one tensor whose rows are gathered for them, or one whose summands
+    are scattered; along which axis (by position) of their stage, and which dim. shared: of rows that are
     gathered, the operator that passes them on to all, "" where there is none; None of summands."""
 
     names: tuple[str, ...]
@@ -52,15 +53,16 @@ class Sending(NamedTuple):
         return self.shared is not None
 
 
-def kinds_of_sending(graph: Graph, plan: Plan) -> list[list[Sending]]:
+def kinds_of_sending(graph: Graph, plan: Plan, apart: bool = True) -> list[list[Sending]]:
     """Those of a plan that may compute beside what they send, by what is alike. None of a plan whose backward pass
-    comes in two parts, in which products would be asked for twice."""
+    comes in two parts, in which products would be asked for twice. apart: rows come for each large product by itself
+    (`substitute.async_linears.together`), not once for all."""
     if SCHEDULES[plan.schedule].splits_backward or SCHEDULES[plan.schedule].splits_some:
         return []
     found = dict[object, list[Sending]]()
     for stage in plan.stages:
         forked = {name for fork in stage.forks for branch in fork.branches for name in branch.nodes}
-        for one in _in_stage(graph, stage, forked):
+        for one in _in_stage(graph, stage, forked, apart):
             calls = tuple(call_key(graph, graph.node_by_name[name]) for name in one.names)
             placed = tuple(stage.nodes[name] for name in one.names)
             found.setdefault((calls, placed, stage.axes, one.axis, one.dim, one.gathers), []).append(one)
@@ -75,8 +77,9 @@ def beside_products(graph: Graph, plan: Plan, sent: Iterable[Sending]) -> tuple[
     told, steps = graph, list[Substitution]()
     if gathers:
         names = tuple(name for one in gathers for name in one.names)
-        told = with_gathers(told, names)
-        steps.append(_substitution(graph, GATHER_RULE, GATHER_STATEMENT, names, {}))
+        groups = " ".join(str(len(one.names)) for one in gathers)
+        told = with_gathers(told, names, groups)
+        steps.append(_substitution(graph, GATHER_RULE, GATHER_STATEMENT, names, {"groups": groups}))
     for dim in sorted({one.dim for one in sent if not one.gathers}):
         names = tuple(one.names[0] for one in sent if not one.gathers and one.dim == dim)
         told = with_scatters(told, names, dim)
@@ -93,26 +96,30 @@ def beside_products(graph: Graph, plan: Plan, sent: Iterable[Sending]) -> tuple[
         scopes={name: _scope(told, name, text) for name, text in plan.scopes.items() if name not in gone},
         choices=tuple(choice for choice in plan.choices if choice.name not in by_name and choice.name not in gone),
     )
-    check_plan(told, plan)
     return told, plan
 
 
 def with_async_tp(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
-    """The same for all that may, predicted. Raises PlanError where nothing may."""
-    every = [one for kind in kinds_of_sending(graph, plan) for one in kind]
-    if not every:
-        raise PlanError(
-            "expected products between which rows are split by tensor-parallel ranks for async_tp, found none in this "
-            "plan; give tp=2 or more with sequence_parallel=True, and a schedule of whole backward passes"
-        )
-    told, plan = beside_products(graph, plan, every)
-    return told, simulated_again(plan, told)
+    """The same for all that may, predicted: with rows that come for each large product by itself, or once for all,
+    whichever is faster. Raises PlanError where nothing may."""
+    found = list[tuple[Graph, Plan]]()
+    for apart in (True, False):
+        every = [one for kind in kinds_of_sending(graph, plan, apart) for one in kind]
+        if not every:
+            raise PlanError(
+                "expected products between which rows are split by tensor-parallel ranks for async_tp, found none in "
+                "this plan; give tp=2 or more with sequence_parallel=True, and a schedule of whole backward passes"
+            )
+        told, changed = beside_products(graph, plan, every)
+        check_plan(told, changed)
+        found.append((told, simulated_again(changed, told)))
+    return min(found, key=lambda one: one[1].predicted.step_time_ns)
 
 
 # Finding them ----------------------------------------
 
 
-def _in_stage(graph: Graph, stage: Stage, forked: Collection[str]) -> Iterator[Sending]:
+def _in_stage(graph: Graph, stage: Stage, forked: Collection[str], apart: bool) -> Iterator[Sending]:
     made = _made(graph, stage)
     seen = set[str]()
     for name in stage.nodes:
@@ -120,9 +127,10 @@ def _in_stage(graph: Graph, stage: Stage, forked: Collection[str]) -> Iterator[S
         if name in seen or name in forked or not is_linear(graph, node):
             continue
         found = _gather(graph, stage, node, made) or _scatter(graph, stage, node)
-        if found is not None and not set(found.names) & set(forked):
+        if found is not None and set(found.names).isdisjoint(forked):
             seen.update(found.names)
-            yield found
+            groups = together(graph, found.names, apart) if found.gathers else [found.names]
+            yield from (found._replace(names=group) for group in groups)
 
 
 def _made(graph: Graph, stage: Stage) -> dict[str, Placement]:
@@ -156,7 +164,9 @@ def _passed_on(graph: Graph, stage: Stage, tensor: str) -> Node | None:
 def _reads_rows(own: NodePlan, first: NodePlan | None, axis: int) -> bool:
     """Whether it reads whole rows on an axis that splits its results, and all else as the first of its siblings."""
     stored = {placement[axis] for placement in own.operands[1:]}
-    return first is not None and own.operands[0] == first.operands[0] and own.operands[0][axis] == R and stored == {S(0)}
+    return (
+        first is not None and own.operands[0] == first.operands[0] and own.operands[0][axis] == R and stored == {S(0)}
+    )
 
 
 def _scatter(graph: Graph, stage: Stage, node: Node) -> Sending | None:
@@ -173,7 +183,11 @@ def _scatter(graph: Graph, stage: Stage, node: Node) -> Sending | None:
 def _read_as(graph: Graph, stage: Stage, tensor: str, axis: int) -> Type | None:
     """How all that read a tensor, in its stage, want it on an axis; None where they differ, or others read it, too."""
     readers = [(reader.name, position) for reader, position in graph.consumers[tensor]]
-    if tensor in graph.outputs or tensor in graph.mutations.values() or any(name not in stage.nodes for name, _ in readers):
+    if (
+        tensor in graph.outputs
+        or tensor in graph.mutations.values()
+        or any(name not in stage.nodes for name, _ in readers)
+    ):
         return None
     wanted = {stage.nodes[name].operands[position][axis] for name, position in readers}
     return wanted.pop() if len(wanted) == 1 else None
@@ -183,7 +197,7 @@ def _read_as(graph: Graph, stage: Stage, tensor: str, axis: int) -> Type | None:
 
 
 def _substitution(
-    graph: Graph, rule: str, statement: str, names: tuple[str, ...], binding: Mapping[str, int]
+    graph: Graph, rule: str, statement: str, names: tuple[str, ...], binding: Mapping[str, Any]
 ) -> Substitution:
     modules = tuple(graph.node_by_name[name].scope.module for name in names)
     return Substitution(rule, statement, "proved", "", modules, names, binding)
@@ -216,7 +230,8 @@ def _sending(graph: Graph, stage: Stage, sent: Mapping[str, Sending], gone: Coll
             moved |= {node.operands[0]} if one.gathers else {*node.results, *node.operands[2:]}
         elif name in passing:
             one, node = passing[name], graph.node_by_name[name]
-            nodes[name] = NodePlan(*((_with(side[0], one.axis, S(one.dim)),) for side in (placed.operands, placed.results)))
+            read, made = (_with(side[0], one.axis, S(one.dim)) for side in (placed.operands, placed.results))
+            nodes[name] = NodePlan((read,), (made,))
             moved |= {*node.operands, *node.results}
         elif name not in gone:
             nodes[name] = placed

@@ -130,7 +130,9 @@ def _even_error(
 ) -> str | None:  # fmt: skip
     """Rows travel along one axis, which cuts them into equal parts, and no other does."""
     axis = axes[over[0]]
-    others = [axes[n].name for n, type_ in enumerate(placement) if type_ == S(dim) and n != over[0] and axes[n].size > 1]
+    others = [
+        axes[n].name for n, type_ in enumerate(placement) if type_ == S(dim) and n != over[0] and axes[n].size > 1
+    ]
     if len(over) > 1:
         return f"rows travel over {len(over)} axes; blocks pass along one"
     if others:
@@ -152,13 +154,10 @@ def _sent_by_gather(call: Call, operands: tuple[Placement, ...], axes: tuple[Axi
     place, size = found[0], axes[found[0]].size
     part = math.prod(local_shape(call.shape(0), operands[0], axes)) * call.tensor(0).itemsize
     forward = [Inner("ring", place, (size - 1) * part, is_beside=True)]
-    if not any(call.tensor(position).differentiable for position in range(1, len(operands))):
+    if not any(call.tensor(position).differentiable for position in range(1, 1 + num_weights(call.node))):
         return forward, [Inner("reduce_scatter", place, size * part)]
-    half = {"is_beside": True, "beside_share": 0.5}
-    return forward, [
-        Inner("all_gather", place, size * part, **half),
-        Inner("reduce_scatter", place, size * part, **half),
-    ]
+    gather = Inner("all_gather", place, size * part, is_beside=True, beside_share=0.5)
+    return forward, [gather, gather._replace(collective="reduce_scatter")]
 
 
 def _sent_by_scatter(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> Sent:
@@ -206,7 +205,8 @@ def _factors(node: Node, graph: Graph) -> list[Saved]:
 
 def _memory_of_gather(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) -> RuntimeMemory | None:
     """Forward, rows in order, a block that is multiplied and one on its way, and where results are put in order as much
-    as the results. Backward, rows and their gradient, of all ranks; on CPUs, what is summed comes, too."""
+    as the results. Backward, rows and their gradient, of all ranks, on CPUs what is summed comes, too, beside the
+    gradients of weights."""
     if not _is_gathered(sizes, operands):
         return None
     (place,) = [n for n in gathered_axes(operands) if sizes.axis_sizes[n] > 1]
@@ -216,6 +216,7 @@ def _memory_of_gather(node: Node, sizes: Sizes, operands: tuple[Placement, ...])
     whole = size * part
     forward = (2 + moves) * part + sum(results) * moves
     backward = whole * (2 + (sizes.device_type == "cpu")) + part * (1 + 2 * moves) + sum(results) * moves
+    backward += sum(sizes.operand(n) for n in range(1, 1 + num_weights(node)) if sizes.differentiable[n])
     return RuntimeMemory(None, (forward, backward))
 
 

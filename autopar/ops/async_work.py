@@ -97,9 +97,7 @@ def _biases(call: WorkKey) -> tuple[int, ...]:
     """Bytes that are summed over rows for each bias that has a gradient."""
     stored = [*zip(call.operand_shapes[1:], call.differentiable[1:], strict=True)]
     places = (place for place, (_, wanted) in enumerate(s for s in stored if len(s[0]) == 1) if wanted)
-    return tuple(
-        math.prod(call.result_shapes[place]) * call.result_itemsizes[place] for place in places
-    )
+    return tuple(math.prod(call.result_shapes[place]) * call.result_itemsizes[place] for place in places)
 
 
 def _several(call: WorkKey, direction: int) -> Several:

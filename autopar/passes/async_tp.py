@@ -1,9 +1,7 @@
 """async_tp: the best plan → the same, whose products compute beside what is sent around them, where that is faster.
 
 Placements were found with rows that are gathered before products and summands that are scattered behind them, for
-which ranks stand still. Here both go block by block beside the products (`autopar.async_tp`): all that may at once;
-where that loses, since what comes with it falls to other places (gradients of several weights are there together, and
-go home later), gathers or scatters alone.
+which ranks stand still. Here both go block by block beside the products (`autopar.async_tp`).
 """
 
 from __future__ import annotations
@@ -28,14 +26,19 @@ def async_tp(front: Front, context: Context) -> Iterator[Candidate]:
     best = None if front.opened else front.best
     if best is None or not context.request.mesh.is_homogeneous:
         return
-    kinds = kinds_of_sending(best.graph, best.plan)
-    every = [one for kind in kinds for one in kind]
-    ways = [every, [one for one in every if not one.gathers], [one for one in every if one.gathers]]
-    for sent in ways if len(kinds) > 1 else ways[:1]:
-        found = None if is_interrupted() or not sent else _changed(best, sent, context)
-        if found is not None:
-            yield found
-            return
+    found = [one for sent in _ways(best) if not is_interrupted() and (one := _changed(best, sent, context)) is not None]
+    yield from sorted(found, key=lambda one: one.step_ns)[:1]
+
+
+def _ways(best: Candidate) -> Iterator[list[Sending]]:
+    """What is sent beside products: all that may be, rows once for all that read them, or for each large one by
+    itself."""
+    known = list[list[Sending]]()
+    for apart in (True, False):
+        every = [one for kind in kinds_of_sending(best.graph, best.plan, apart) for one in kind]
+        if every and every not in known:
+            known.append(every)
+            yield every
 
 
 def _changed(best: Candidate, sent: list[Sending], context: Context) -> Candidate | None:

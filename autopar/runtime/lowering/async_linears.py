@@ -92,8 +92,7 @@ class _GatheredLinears(torch.autograd.Function):
             for g, want in zip(given, wants[4 : 4 + count], strict=True)
         ]
         summed = [
-            g.sum(0) if g is not None and want else None
-            for g, want in zip(given, wants[4 + count :], strict=False)
+            g.sum(0) if g is not None and want else None for g, want in zip(given, wants[4 + count :], strict=False)
         ]
         own = None if home is None else _shaped(home(), x.shape, ctx.dim)
         return own, None, None, None, *wide, *summed
@@ -129,7 +128,10 @@ class _ScatteredLinear(torch.autograd.Function):
         own, axis = _rows(gradient, ctx.dim), ctx.axis
         whole = own.new_empty((axis.size * own.size(0), own.size(1))) if wants_weight else None
         back = own.new_empty((axis.size * own.size(0), weight.size(1))) if wants_x else None
-        room: Callable[[slice], Tensor] = lambda rows: torch.empty_like(own) if whole is None else whole[rows]
+
+        def room(rows: slice) -> Tensor:
+            return torch.empty_like(own) if whole is None else whole[rows]
+
         if wants_x or wants_weight:
             for block, rows in _passing(own, axis, room):
                 if whole is not None and block is own:
