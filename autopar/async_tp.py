@@ -37,7 +37,7 @@ from autopar.substitute.async_linears import (
 )
 
 
-class Sending(NamedTuple):
+class RowSending(NamedTuple):
     """Linear operators around which rows travel: of one tensor whose rows are gathered for them, or one whose summands
     are scattered; along which axis (by position) of their stage, and which dim. shared: of rows that are
     gathered, the operator that passes them on to all, "" where there is none; None of summands."""
@@ -53,13 +53,13 @@ class Sending(NamedTuple):
         return self.shared is not None
 
 
-def kinds_of_sending(graph: Graph, plan: Plan, apart: bool = True) -> list[list[Sending]]:
+def kinds_of_sending(graph: Graph, plan: Plan, apart: bool = True) -> list[list[RowSending]]:
     """Those of a plan that may compute beside what they send, by what is alike. None of a plan whose backward pass
     comes in two parts, in which products would be asked for twice. apart: rows come for each large product by itself
     (`substitute.async_linears.together`), not once for all."""
     if SCHEDULES[plan.schedule].splits_backward or SCHEDULES[plan.schedule].splits_some:
         return []
-    found = dict[object, list[Sending]]()
+    found = dict[object, list[RowSending]]()
     for stage in plan.stages:
         forked = {name for fork in stage.forks for branch in fork.branches for name in branch.nodes}
         for one in _in_stage(graph, stage, forked, apart):
@@ -69,7 +69,7 @@ def kinds_of_sending(graph: Graph, plan: Plan, apart: bool = True) -> list[list[
     return [*found.values()]
 
 
-def beside_products(graph: Graph, plan: Plan, sent: Iterable[Sending]) -> tuple[Graph, Plan]:
+def beside_products(graph: Graph, plan: Plan, sent: Iterable[RowSending]) -> tuple[Graph, Plan]:
     """The graph in which these are told, and the plan in which they send so, not simulated yet. Raises PlanError or
     PlacementError where one cannot."""
     sent = [*sent]
@@ -119,7 +119,7 @@ def with_async_tp(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
 # Finding them ----------------------------------------
 
 
-def _in_stage(graph: Graph, stage: Stage, forked: Collection[str], apart: bool) -> Iterator[Sending]:
+def _in_stage(graph: Graph, stage: Stage, forked: Collection[str], apart: bool) -> Iterator[RowSending]:
     made = _made(graph, stage)
     seen = set[str]()
     for name in stage.nodes:
@@ -141,7 +141,7 @@ def _made(graph: Graph, stage: Stage) -> dict[str, Placement]:
     return found
 
 
-def _gather(graph: Graph, stage: Stage, node: Node, made: Mapping[str, Placement]) -> Sending | None:
+def _gather(graph: Graph, stage: Stage, node: Node, made: Mapping[str, Placement]) -> RowSending | None:
     shared = _passed_on(graph, stage, node.operands[0])
     read = made[node.operands[0] if shared is None else shared.operands[0]]
     for place, axis in enumerate(stage.axes):
@@ -150,7 +150,7 @@ def _gather(graph: Graph, stage: Stage, node: Node, made: Mapping[str, Placement
         names = siblings(graph, node.name)
         plans = [stage.nodes.get(name) for name in names]
         if names and all(own is not None and _reads_rows(own, plans[0], place) for own in plans):
-            return Sending(names, place, read[place].dim, "" if shared is None else shared.name)
+            return RowSending(names, place, read[place].dim, "" if shared is None else shared.name)
     return None
 
 
@@ -169,14 +169,14 @@ def _reads_rows(own: NodePlan, first: NodePlan | None, axis: int) -> bool:
     )
 
 
-def _scatter(graph: Graph, stage: Stage, node: Node) -> Sending | None:
+def _scatter(graph: Graph, stage: Stage, node: Node) -> RowSending | None:
     placed, name = stage.nodes[node.name], node.results[0]
     for place, axis in enumerate(stage.axes):
         if axis.size == 1 or placed.operands[1][place] != S(1) or placed.results[0][place] != P:
             continue
         wanted = _read_as(graph, stage, name, place)
         if wanted is not None and wanted.kind == "S" and wanted.dim < len(graph.tensors[name].shape) - 1:
-            return Sending((node.name,), place, wanted.dim, None)
+            return RowSending((node.name,), place, wanted.dim, None)
     return None
 
 
@@ -203,7 +203,7 @@ def _substitution(
     return Substitution(rule, statement, "proved", "", modules, names, binding)
 
 
-def _still_again(recompute: tuple[str, ...], gathers: Iterable[Sending]) -> tuple[str, ...]:
+def _still_again(recompute: tuple[str, ...], gathers: Iterable[RowSending]) -> tuple[str, ...]:
     """Operators that are told together are computed again where all of them were."""
     asked = set(recompute)
     for one in gathers:
@@ -218,7 +218,7 @@ def _scope(graph: Graph, name: str, text: str) -> str:
     return text if node is None else f"{node.scope.module}|{node.op}|{node.source.replace('|', '¦')}"
 
 
-def _sending(graph: Graph, stage: Stage, sent: Mapping[str, Sending], gone: Collection[str], mesh: Mesh) -> Stage:
+def _sending(graph: Graph, stage: Stage, sent: Mapping[str, RowSending], gone: Collection[str], mesh: Mesh) -> Stage:
     """A stage in which these, by name of the first, send so. What they read and make is brought anew to who reads it;
     all else as it was."""
     nodes, moved = dict[str, NodePlan](), set[str]()
@@ -254,14 +254,14 @@ def _brought(graph: Graph, stage: Stage, one: Conversion, mesh: Mesh) -> Redistr
     return Redistribute(one.tensor, one.target, route.steps)
 
 
-def _gathered(stage: Stage, one: Sending) -> NodePlan:
+def _gathered(stage: Stage, one: RowSending) -> NodePlan:
     plans = [stage.nodes[name] for name in one.names]
     rows = _with(plans[0].operands[0], one.axis, S(one.dim))
     weights, biases = (tuple(own.operands[place] for own in plans if len(own.operands) > place) for place in (1, 2))
     return NodePlan((rows, *weights, *biases), tuple(own.results[0] for own in plans))
 
 
-def _scattered(placed: NodePlan, one: Sending) -> NodePlan:
+def _scattered(placed: NodePlan, one: RowSending) -> NodePlan:
     rows, weight, *bias = placed.operands
     whole = (_with(placement, one.axis, R) for placement in bias)
     return NodePlan((rows, weight, *whole), (_with(placed.results[0], one.axis, S(one.dim)),))

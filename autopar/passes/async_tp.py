@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from autopar.async_tp import Sending, beside_products, kinds_of_sending
+from autopar.async_tp import RowSending, beside_products, kinds_of_sending
 from autopar.clock import is_interrupted
 from autopar.driver import Candidate, Context, Front, of_plan, outline_of
 from autopar.errors import PlacementError, PlanError
@@ -30,10 +30,10 @@ def async_tp(front: Front, context: Context) -> Iterator[Candidate]:
     yield from sorted(found, key=lambda one: one.step_ns)[:1]
 
 
-def _ways(best: Candidate) -> Iterator[list[Sending]]:
+def _ways(best: Candidate) -> Iterator[list[RowSending]]:
     """What is sent beside products: all that may be, rows once for all that read them, or for each large one by
     itself."""
-    known = list[list[Sending]]()
+    known = list[list[RowSending]]()
     for apart in (True, False):
         every = [one for kind in kinds_of_sending(best.graph, best.plan, apart) for one in kind]
         if every and every not in known:
@@ -41,7 +41,7 @@ def _ways(best: Candidate) -> Iterator[list[Sending]]:
             yield every
 
 
-def _changed(best: Candidate, sent: list[Sending], context: Context) -> Candidate | None:
+def _changed(best: Candidate, sent: list[RowSending], context: Context) -> Candidate | None:
     """None where that is not faster, or does not fit."""
     try:
         graph, plan = beside_products(best.graph, best.plan, sent)

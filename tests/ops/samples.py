@@ -626,7 +626,17 @@ def table_samples() -> list[Sample]:
     """Samples of every operator that the table or torch's pointwise tag covers."""
     torch.manual_seed(0)
     groups = (
-        *(contractions, async_linears, attentions, contexts, normalisations, reductions, rearrangements, pooling, pointwise),
+        *(
+            contractions,
+            async_linears,
+            attentions,
+            contexts,
+            normalisations,
+            reductions,
+            rearrangements,
+            pooling,
+            pointwise,
+        ),
         communicating,
     )
     return [sample for group in groups for sample in group()]
