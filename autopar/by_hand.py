@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.async_tp import with_async_tp
 from autopar.contexts import for_sequences
 from autopar.cost.exchanges import placed_experts, priced_tables
 from autopar.cost.profile import host_of
@@ -60,8 +61,7 @@ def template_of_graph(
     chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False, zero: int = 0,
     hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat", exchange_chunks: int = 1,
     recompute: str = "none", offload: str = "none", split: str = "equal", experts: str = "whole", replicas: int = 0,
-    gradients: str = "sums",
-    mode: str = "train",
+    gradients: str = "sums", async_tp: bool = False, mode: str = "train",
     optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
     constraints: Sequence[Constraint] = (), overlap: Overlap = AS_EMITTED,
 ) -> Plan:  # fmt: skip
@@ -132,6 +132,8 @@ def template_of_graph(
         plan = _fitted(Place(part, axes, request, profile_of(mesh), None, gradients == FACTORS, overlap))
     if is_adaptive or experts == ADAPTIVE:
         graph, plan = _by_load(given, plan, is_adaptive, experts == ADAPTIVE)
+    if async_tp:
+        graph, plan = with_async_tp(graph, plan)
     return _checked(replace(plan, substitutions=(*told, *plan.substitutions)), graph)
 
 

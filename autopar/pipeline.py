@@ -34,6 +34,7 @@ from autopar.margin import in_and_out_of_margin
 from autopar.microbatch import check_plan
 from autopar.odds import with_odds
 from autopar.padding import checked_filling
+from autopar.passes.async_tp import async_tp
 from autopar.passes.balance import balance
 from autopar.passes.branch import branch
 from autopar.passes.contexts import contexts
@@ -91,6 +92,7 @@ PASSES = (
     template,  # the best plan → templates that people run, where they are faster
     rewrite,  # the best plan → graphs equal to the model's, to be planned near it                       TASO, Unity
     rings,  # the best plan that splits sequences → keys gathered or passed around, whichever is faster
+    async_tp,  # the best plan → its products beside what is sent around them, where it is faster          ASPLOS'23
     exchange,  # the best plan → its tokens sent to experts in chunks, beside these, where it is faster       TUTEL
     replicate,  # the best plan → the experts that most tokens choose on every rank, where some are busy  FasterMoE
     adapt,  # the best plan → its tokens sent as the load of the moment asks for, where loads differ         TUTEL
@@ -284,7 +286,7 @@ def template_plan(
     schedule: str = "1f1b", chunks: int = 2, layers: Sequence[int] | None = None, sequence_parallel: bool = False,
     zero: int = 0, hsdp: int = 1, cp: int = 1, context: str = "gather", ep: int = 1, exchange: str = "flat",
     exchange_chunks: int = 1, experts: str = "whole", replicas: int = 0, recompute: str = "none", offload: str = "none",
-    split: str = "equal", gradients: str = "sums", algorithm: str | None = None,
+    split: str = "equal", gradients: str = "sums", async_tp: bool = False, algorithm: str | None = None,
     loss_fn: Callable[..., Any] | None = None, mode: str = "train",
     optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
     routing: Routing | None = None, check: bool = True, part: bool = False,
@@ -334,6 +336,8 @@ def template_plan(
     or "pipedream", of pp stages that update their weights after each microbatch (`ops.pipedream`).
     gradients: "sums" adds up those of each parameter over dp; "factors" gathers, for linear operators where that is
     less, the rows of their inputs and of their results' gradients, of which each rank makes the whole gradient itself.
+    async_tp: with sequence_parallel, rows travel around products block by block, each beside the product of another
+    (asynchronous tensor parallelism), and what was gathered is not kept for the backward pass.
     routing, check, part: as in `parallelize`.
     """
     check_arguments(
@@ -363,7 +367,7 @@ def template_plan(
         microbatches=microbatches, schedule=schedule, chunks=chunks, layers=layers, sequence_parallel=sequence_parallel,
         zero=zero, hsdp=hsdp, cp=cp, context=context, ep=ep, exchange=exchange, exchange_chunks=exchange_chunks,
         experts=experts, replicas=replicas, recompute=recompute, offload=offload, split=split, gradients=gradients,
-        mode=mode,
+        async_tp=async_tp, mode=mode,
         optimizer=optimizer, precision=precision, memory_limit=memory_limit,
     )  # fmt: skip
     if meets is not None:

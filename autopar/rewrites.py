@@ -29,6 +29,7 @@ from autopar.request import Request
 from autopar.substitute import (
     GraphCandidate,
     Substituted,
+    async_linears,
     bands,
     exchanges,
     load_rules,
@@ -223,6 +224,7 @@ def _replayed(graph: Graph, steps: tuple[Substitution, ...]) -> Graph:
         sequences.RING_RULE: sequences.with_rings, sequences.GATHER_RULE: sequences.with_gathers,
         exchanges.RULE: exchanges.in_chunks, exchanges.LOAD_RULE: exchanges.by_load,
         exchanges.SLICE_RULE: exchanges.by_slices, exchanges.REPLICA_RULE: exchanges.with_replicas,
+        async_linears.GATHER_RULE: async_linears.with_gathers, async_linears.SCATTER_RULE: async_linears.with_scatters,
     }  # fmt: skip
     for step in steps:
         if step.rule in told:

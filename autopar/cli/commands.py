@@ -50,7 +50,7 @@ _TEMPLATE: dict[str, Callable[[str], Any]] = {
     "dp": int, "tp": int, "pp": int, "microbatches": int, "schedule": str, "chunks": int,
     "layers": lambda text: tuple(map(int, text.split("+"))), "sequence_parallel": int, "zero": int, "hsdp": int,
     "cp": int, "context": str, "ep": int, "exchange": str, "exchange_chunks": int,
-    "experts": str, "replicas": int, "recompute": str, "offload": str, "gradients": str,
+    "experts": str, "replicas": int, "recompute": str, "offload": str, "gradients": str, "async_tp": int,
 }  # fmt: skip
 _PLACES = ("stored", "used", "output", "tensor", "operands", "input")
 _PINS = {"axis": str, "zero": int, "min_dims": int, "microbatches": int, "stages": int, "recompute": str,

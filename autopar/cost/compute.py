@@ -309,7 +309,7 @@ def _work_ns(call: WorkKey, work: Work, family: str, direction: int, profile: Pr
     if curve.bound == "compute":
         side = curve.backward if direction else curve.forward
         # Each gradient is a kernel of its own, so the curve is asked for one kernel's work.
-        products = work.products if direction and family != "attention" else 1
+        products = work.products if family != "attention" else 1
         effective = products * side.effective_work(work.flops / products)
         duration = max(duration, round(effective * 1e9 / profile.peak_flops(call.dtype)))
     duration += sum(_memory_ns(size, "pointwise", 0, profile) for size in work.summed)

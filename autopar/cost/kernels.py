@@ -38,6 +38,7 @@ from autopar.ops.work import (
     GROUPED,
     TRANSPOSED_CONVOLUTION,
     Product,
+    Several,
     WorkKey,
     attended,
     computed_experts,
@@ -106,6 +107,8 @@ def forward_kernels(call: WorkKey) -> Kernels | None:
     experts = _experts(call)
     if experts:
         return Kernels(tuple(_group("NN", count, m, n, k) for count, m, n, k in experts))
+    if kind.several:
+        return _several(kind.several(call, 0))
     product = kind.product(call) if kind.product else None
     if product is None:
         return None
@@ -125,8 +128,15 @@ def backward_kernels(call: WorkKey) -> Kernels | None:
     if experts:
         inputs = [_group("NT", count, m, k, n) for count, m, n, k in experts]
         return Kernels((*inputs, *(_group("TN", count, k, n, m) for count, m, n, k in experts)))
+    if kind.several:
+        return _several(kind.several(call, 1))
     product = kind.product(call) if kind.product else None
     return None if product is None else _product_gradients(call, product)
+
+
+def _several(found: Several) -> Kernels:
+    products = tuple(_product(1, layout, m, n, k) for layout, m, n, k in found.products)
+    return Kernels(products, found.copied_bytes, found.summed_bytes)
 
 
 def found_in(kernels: Kernels, dtypes: Sequence[str], tables: Mapping[str, Table]) -> list[Found] | None:

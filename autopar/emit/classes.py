@@ -635,7 +635,7 @@ def _wrapped(lists: Iterable[str], width: int) -> Iterator[str]:
 
 
 def _returns_list(item: Operate) -> bool:
-    return item.node.op.split(".")[1] in ("split", "split_with_sizes", "unbind", "chunk")
+    return item.node.op.split(".")[1] in ("split", "split_with_sizes", "unbind", "chunk", "gathered_linears")
 
 
 def arguments_text(values: Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ import torch
 from autopar.ir.placement import P, R, S
 from autopar.ir.structure import RANDOM
 from autopar.ops import in_bits, kinds, proofs, saved, views, work, workspace
+from autopar.ops.async_linears import ASYNC_LINEARS
 from autopar.ops.attention import ATTENTION
 from autopar.ops.caches import CACHES
 from autopar.ops.call import Call, base_name, overload
@@ -135,6 +136,7 @@ def _named(names: str, kind: Operator) -> dict[str, Operator]:
 
 
 OPERATORS: dict[str, Operator] = {
+    **ASYNC_LINEARS,
     **ATTENTION,
     **CONTEXT,
     **WINDOWED,

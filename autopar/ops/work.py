@@ -83,6 +83,15 @@ class Product(NamedTuple):
         return 2 * self.batch * self.m * self.n * self.k
 
 
+class Several(NamedTuple):
+    """Products of matrices that one call is, each (layout, m, n, k) as `cost.kernels` knows them; bytes copied besides,
+    and those of gradients that are summed over rows."""
+
+    products: tuple[tuple[str, int, int, int], ...]
+    copied_bytes: int = 0
+    summed_bytes: tuple[int, ...] = ()
+
+
 CountFlops = Callable[[WorkKey], int]
 CountBytes = Callable[[WorkKey], int]
 CountWork = Callable[[WorkKey], Work]
@@ -105,6 +114,10 @@ class WorkKind(NamedTuple):
     """The product of matrices that a call is; None where it is none, or one that depends on values."""
     kernel: Callable[[Node], str] | None = None
     """The operator whose row has the call's work, where arguments choose between kernels."""
+    pieces: Callable[[WorkKey], int] | None = None
+    """The kernels of the forward pass; one where None."""
+    several: Callable[[WorkKey, int], Several] | None = None
+    """The products of a direction, where they are more than one and its gradients'."""
     multiplied: int | None = None
     """The operand whose dtype is that of the products, where what is made of them may have another."""
 
@@ -116,7 +129,9 @@ class WorkKind(NamedTuple):
 
     def forward(self, call: WorkKey) -> Work:
         """FLOPs and bytes of the forward pass."""
-        return NO_WORK if self is VIEW else Work(self.forward_flops(call), (self.moved or _all_bytes)(call), 1)
+        if self is VIEW:
+            return NO_WORK
+        return Work(self.forward_flops(call), (self.moved or _all_bytes)(call), self.pieces(call) if self.pieces else 1)
 
     def backward(self, call: WorkKey) -> Work:
         """FLOPs and bytes of the gradients of the differentiable operands; none when there are none."""

@@ -30,6 +30,7 @@ from autopar.runtime.errors import CollectiveError, ProgramError, WorldError
 from autopar.runtime.functions import apply, hooked, imported
 from autopar.runtime.host_link import LinkRates
 from autopar.runtime.inputs import in_first, microbatch, total
+from autopar.runtime.lowering.async_linears import *
 from autopar.runtime.lowering.caches import *
 from autopar.runtime.lowering.context import *
 from autopar.runtime.lowering.cross_entropy import *

@@ -183,6 +183,22 @@ def contexts() -> list[Sample]:
     return [Sample(op, args, kwargs, False) for args, kwargs in calls] + _windows()
 
 
+def async_linears() -> list[Sample]:
+    """Linear operators that may compute beside what they send: side by side, of rows of one dim and of two."""
+    gathered, scattered = "autopar.gathered_linears.default", "autopar.scattered_linear.default"
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+        (gathered, (f(8, 6), [f(4, 6), f(8, 6)], []), {}),
+        (gathered, (f(2, 4, 6), [f(4, 6), f(8, 6)], [f(4), f(8)]), {}),
+        (gathered, (f(4, 8, 3), [f(12, 3)], [f(12)]), {}),
+        (gathered, (f(7, 3), [f(5, 3)], []), {}),
+        (scattered, (f(8, 12), f(5, 12)), {"dim": 0}),
+        (scattered, (f(2, 4, 12), f(6, 12), f(6)), {"dim": 1}),
+        (scattered, (f(4, 3, 8), f(2, 8), f(2)), {"dim": 0}),
+        (scattered, (f(2, 7, 4), f(3, 4)), {"dim": 1}),
+    ]
+    return [Sample(op, args, kwargs, True) for op, args, kwargs in calls]
+
+
 def _windows() -> list[Sample]:
     """Attention over windows that are shorter than a rank's part, longer, and of one key; of documents, too."""
     op, documents = "autopar.window_attention.default", torch.arange(12).div(5, rounding_mode="floor").expand(2, -1)
@@ -610,7 +626,17 @@ def table_samples() -> list[Sample]:
     """Samples of every operator that the table or torch's pointwise tag covers."""
     torch.manual_seed(0)
     groups = (
-        *(contractions, attentions, contexts, normalisations, reductions, rearrangements, pooling, pointwise),
+        *(
+            contractions,
+            async_linears,
+            attentions,
+            contexts,
+            normalisations,
+            reductions,
+            rearrangements,
+            pooling,
+            pointwise,
+        ),
         communicating,
     )
     return [sample for group in groups for sample in group()]
