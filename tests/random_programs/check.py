@@ -330,9 +330,7 @@ class _Parts:
             if whole is None or name not in found.gradients:
                 if part is not None and part.any():
                     wrong.append(f"{name} has a gradient, and none on one device")
-            elif part is None or not self._equal(
-                self.own(name, whole), part, exact, 1e-3 * scale, expected.rounding
-            ):
+            elif part is None or not self._equal(self.own(name, whole), part, exact, 1e-3 * scale, expected.rounding):
                 wrong.append(f"gradient of {name}: {_gap(self.own(name, whole), part)}")
         for name, whole in expected.buffers.items():
             held = found.buffers.get(name)
