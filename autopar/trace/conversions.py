@@ -28,7 +28,8 @@ _Convert = Callable[[Tensor], Tensor]
 def conversions_passed(model: nn.Module) -> Iterator[None]:
     """While inside, modules of the model that are converted to what they are stay as they are; others of its modules
     raise TraceError."""
-    known, torchs_own = set(model.modules()), nn.Module._apply
+    known = set(model.modules())
+    torchs_own: Callable[[nn.Module, _Convert, bool], nn.Module] = nn.Module._apply
 
     def apply(module: nn.Module, convert: _Convert, recurse: bool = True) -> nn.Module:
         if module not in known:
@@ -51,6 +52,6 @@ def conversions_passed(model: nn.Module) -> Iterator[None]:
 
 def _converted(tensor: Tensor, convert: _Convert) -> tuple[Any, Any]:
     """The dtype and device that a tensor would get, of which nothing is recorded."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():  # type: ignore[no-untyped-call]
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
         found = convert(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
     return found.dtype, found.device
