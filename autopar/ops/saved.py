@@ -294,13 +294,15 @@ def attention(node: Node, graph: Graph) -> list[Saved]:
 def attention_on_cpu(node: Node, graph: Graph) -> list[Saved]:
     """Where the mask gets a gradient, products and a softmax instead of one kernel: the weights stay, not the mask.
 
-    Scaled copies stay of query and key, and of the result the copy with heads joined: as many bytes as else.
+    Copies stay of query and key, scaled, and of value, whatever they are views of, and of the result the one with heads
+    joined: as many bytes as else.
     """
     kept = attention(node, graph)
     query, key = (graph.tensors[name] for name in node.operands[:2])
     for name in (name for name in node.operands[3:] if _differentiable(name, graph) and name in kept):
         weights = Extra(query.name, tuple(range(len(query.shape) - 1)), key.shape[-2] * query.itemsize)
         kept[kept.index(name)] = weights
+        kept[:3] = [whole_copy(graph.tensors[operand]) for operand in node.operands[:3]]
     has_gradient = any(_differentiable(name, graph) for name in node.operands[3:])
     if not _has_kernel(node, graph) or (has_gradient and key.shape[:-2] != query.shape[:-2]):
         kept.append(_by_hand(query, key, graph.tensors[node.operands[2]]))

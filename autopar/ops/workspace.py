@@ -159,9 +159,11 @@ def _repeated_mask(sizes: Sizes) -> int:
 
 def _scores(sizes: Sizes) -> Workspace:
     query, width = sizes.operands[0], max(4, sizes.itemsize)
+    every = width * math.prod(query[:-1]) * sizes.operands[1][-2]
     if sizes.operands[2][-1] != sizes.operands[1][-1]:  # by hand: all scores, and backward their gradients
-        every = width * math.prod(query[:-1]) * sizes.operands[1][-2]
         return 2 * every, 3 * every
+    if any(sizes.differentiable[3:]):  # so too where the mask is trained, beside gradients of values and of the result
+        return every, every + 3 * sizes.operand(2)
     queries = query[-2]
     if queries == 1 and len(query) == 4:  # as the heads of one group are computed (`rt.grouped_attention`)
         queries = max(1, query[1] // sizes.operands[1][1])

@@ -334,8 +334,9 @@ class Gatherer:
         return place
 
     def _launch_awaiting(self, unit: Unit) -> None:
-        """Starts to convert a unit that this backward pass is still to reach."""
-        if unit.awaits_backward and self._part in unit.runs_in:
+        """Starts to convert a unit that this backward pass is still to reach, and reads again: what others read, and
+        gradients came to through these, has been freed for good."""
+        if unit.awaits_backward and self._part in unit.runs_in and not unit.is_done:
             unit.launch()
 
 

@@ -21,7 +21,8 @@ _WITH_BACKWARD = {"aten._embedding_bag_forward_only.default": "aten._embedding_b
 
 
 def clean(graph: Graph) -> Graph:
-    """Removes asserts, identities, duplicates and dead nodes; the input graph is left as it is."""
+    """Removes asserts, identities, duplicates, dead nodes and updates of a buffer by itself (`self.b = self.b.to(d)`);
+    the input graph is left as it is."""
     nodes = [_plainer(graph, node) for node in graph.nodes if not node.op.startswith(_ASSERTIONS)]
     nodes, renamed = _drop_identities(graph, nodes)
     nodes, merged = _merge_equal(nodes)
@@ -30,6 +31,9 @@ def clean(graph: Graph) -> Graph:
     def final(name: str) -> str:
         return renamed.get(name, name)
 
+    own = {item.name: item.tensor for item in graph.stored}
+    mutations = {name: value for name, value in graph.mutations.items() if final(value) != own[name]}
+    graph = replace(graph, mutations=mutations)
     leave = {final(name) for name in (*graph.outputs, *graph.mutations.values())}
     live = _live_nodes(nodes, set(leave))
     used = {name for node in live for name in node.operands} | leave

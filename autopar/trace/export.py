@@ -28,6 +28,7 @@ from autopar.errors import TraceError
 from autopar.ir.faults import is_fault
 from autopar.trace.assignments import assignments_kept
 from autopar.trace.checks import checks_passed
+from autopar.trace.conversions import conversions_passed
 from autopar.trace.data_dependence import data_dependence
 from autopar.trace.decompose import StridedError, decompose
 from autopar.trace.deferred import code_deferred
@@ -241,7 +242,7 @@ def called(
 
 def _functional(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     with (
-        checks_passed(), rows_kept(), functions_written_out(), _transforms_left(),
+        checks_passed(), rows_kept(), conversions_passed(target), functions_written_out(), _transforms_left(),
         torch._export.config.patch(error_on_lifted_constant_tensors=False),
     ):  # fmt: skip
         program = torch.export.export(target, args, kwargs, strict=False)

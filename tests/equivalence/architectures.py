@@ -13,7 +13,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-VOCABULARY, WIDTH, HEADS, LENGTH, SAMPLES, LABELS, IMAGE = 64, 32, 4, 12, 4, 8, 32
+from tests.equivalence import batches
+from tests.equivalence.batches import IMAGE, LABELS, VOCABULARY, Batch
+
+WIDTH, HEADS = 32, 4
 
 #: set where a configuration has it; what drops at random is off, since masks of one device are no plan's affair
 COMMON: dict[str, Any] = {
@@ -35,15 +38,14 @@ COMMON: dict[str, Any] = {
     "decoder_start_token_id": 1, "forced_eos_token_id": None, "summary_last_dropout": 0.0,
 }  # fmt: skip
 
-Batch = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Architecture:
     """kind: what its batch is like; head: the model's class, after the name; own: of its configuration.
 
-    batch: in the place of the kind's, by the name of a function here. is_double: in float64, since in float32 three
-    steps of the model itself differ by more than is compared where the last bits of its parameters do.
+    batch: in the place of the kind's, by the name of a function of `batches`. is_double: in float64, since in float32
+    three steps of the model itself differ by more than is compared where the last bits of its parameters do.
+    without: what of COMMON the configuration does not take.
     """
 
     kind: str
@@ -53,152 +55,105 @@ class Architecture:
     batch: str = ""
     config_name: str = ""
     is_double: bool = False
+    without: tuple[str, ...] = ()
 
-    def build(self) -> tuple[nn.Module, Batch]:
-        """The model, in training mode, and its batch."""
+    def build(self, is_double: bool = False) -> tuple[nn.Module, Batch]:
+        """The model, in training mode, and its batch; in float64 where it is, or is asked for."""
+        is_double |= self.is_double
         torch.manual_seed(0)
         model = getattr(transformers, self.name + self.head)(self.config())
         torch.manual_seed(1)
-        batch: Batch = globals()[self.batch or f"_{self.kind.replace('-', '_')}"]()
-        if self.is_double:
+        batch: Batch = getattr(batches, self.batch or self.kind.replace("-", "_"))()
+        if is_double:
             batch = {k: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in batch.items()}
-        return (model.double() if self.is_double else model).train(), batch
+        return (model.double() if is_double else model).train(), batch
 
     def config(self) -> Any:
         """The library's configuration, with what is common set where it has it."""
         made = getattr(transformers, (self.config_name or self.name) + "Config")
         known = inspect.signature(made.__init__).parameters.keys() | made.attribute_map.keys() | set(dir(made))
-        common = {key: value for key, value in COMMON.items() if key in known}
+        common = {key: value for key, value in COMMON.items() if key in known - {*self.without}}
         return made(**{key: x for key, x in common.items() if made.attribute_map.get(key) not in self.own} | self.own)
 
 
-def _ids() -> Tensor:
-    return torch.randint(3, VOCABULARY, (SAMPLES, LENGTH))
-
-
-def _decoder() -> Batch:
-    labels = _ids()
-    labels[0, :5] = -100
-    return {"input_ids": _ids(), "labels": labels}
-
-
-_encoder = _recurrent = _decoder
-
-
-def _encoder_decoder() -> Batch:
-    mask = torch.ones(SAMPLES, LENGTH, dtype=torch.int64)
-    mask[1, 9:] = 0
-    return {**_decoder(), "attention_mask": mask}
-
-
-def _vision() -> Batch:
-    return {"pixel_values": torch.randn(SAMPLES, 3, IMAGE, IMAGE), "labels": torch.randint(LABELS, (SAMPLES,))}
-
-
-def _image_and_text() -> Batch:
-    pixels = torch.randn(SAMPLES, 3, IMAGE, IMAGE)
-    return {"input_ids": _ids(), "pixel_values": pixels, "return_loss": True}
-
-
-def _pixels() -> Batch:
-    labels = torch.randint(LABELS, (SAMPLES, IMAGE // 4, IMAGE // 4))
-    return {"pixel_values": torch.randn(SAMPLES, 3, IMAGE, IMAGE), "labels": labels}
-
-
-def _audio() -> Batch:
-    return {"input_values": torch.randn(SAMPLES, 400), "labels": torch.randint(LABELS, (SAMPLES,))}
-
-
-def _spectrum() -> Batch:
-    return {"input_values": torch.randn(SAMPLES, 32, 16), "labels": torch.randint(LABELS, (SAMPLES,))}
-
-
-def _speech() -> Batch:
-    return {"input_features": torch.randn(SAMPLES, 8, 32), "labels": _ids()}
-
-
-def _frames() -> Batch:
-    return {"input_features": torch.randn(SAMPLES, 32, 8), "labels": _ids()}
-
-
-_GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_local_experts": 4,
-            "output_router_logits": True, **_GROUPED}  # fmt: skip
-_WAVES = {"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_conv_pos_embeddings": 8,
+GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_local_experts": 4,
+            "output_router_logits": True, **GROUPED}  # fmt: skip
+WAVES = {"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_conv_pos_embeddings": 8,
           "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False}  # fmt: skip
 _STEPS = {"depths": [1, 1], "num_heads": [2, 4], "embed_dim": 16, "window_size": 4}
 _BUCKETS = {"d_kv": 8, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12}
 _SIZES = {"hidden_sizes": [16, 32], "depths": [1, 1]}
-_LM, _IMAGES = "ForCausalLM", "ForImageClassification"
+LM, IMAGES = "ForCausalLM", "ForImageClassification"
 
 
-def _many(kind: str, head: str, own: dict[str, Any], *names: str) -> list[Architecture]:
+def many(kind: str, head: str, own: dict[str, Any], *names: str) -> list[Architecture]:
     return [Architecture(kind, name, head, own) for name in names]
 
 
 ARCHITECTURES = (
-    *_many("decoder", _LM, _GROUPED, "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Phi3", "StableLm",
+    *many("decoder", LM, GROUPED, "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Phi3", "StableLm",
            "Olmo", "Olmo2", "Cohere", "Granite", "Starcoder2", "Glm", "Glm4", "SmolLM3", "Helium", "Nemotron"),
-    Architecture("decoder", "Gemma3", _LM, _GROUPED | {"sliding_window": 8}, config_name="Gemma3Text"),
-    *_many("decoder", _LM, {}, "Phi", "GPTNeoX", "OPT", "Falcon", "Persimmon", "BioGpt", "XGLM"),
+    Architecture("decoder", "Gemma3", LM, GROUPED | {"sliding_window": 8}, config_name="Gemma3Text"),
+    *many("decoder", LM, {}, "Phi", "GPTNeoX", "OPT", "Falcon", "Persimmon", "BioGpt", "XGLM"),
     Architecture("decoder", "GPT2", "LMHeadModel"),
-    Architecture("decoder", "GPTJ", _LM, {"rotary_dim": 4}),
-    Architecture("decoder", "CodeGen", _LM, {"rotary_dim": 4}),
-    Architecture("decoder", "GPTNeo", _LM, {"attention_types": [[["global", "local"], 1]], "window_size": 4}),
-    Architecture("decoder", "GPTBigCode", _LM),
-    Architecture("decoder", "Bloom", _LM),
-    Architecture("decoder", "Mpt", _LM),
-    *_many("decoder", _LM, _EXPERTS, "Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss"),
-    Architecture("decoder", "DeepseekV3", _LM, {
+    Architecture("decoder", "GPTJ", LM, {"rotary_dim": 4}),
+    Architecture("decoder", "CodeGen", LM, {"rotary_dim": 4}),
+    Architecture("decoder", "GPTNeo", LM, {"attention_types": [[["global", "local"], 1]], "window_size": 4}),
+    Architecture("decoder", "GPTBigCode", LM),
+    Architecture("decoder", "Bloom", LM),
+    Architecture("decoder", "Mpt", LM),
+    *many("decoder", LM, EXPERTS, "Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss"),
+    Architecture("decoder", "DeepseekV3", LM, {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16,
         "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
         "v_head_dim": 8, "num_key_value_heads": HEADS}),
-    *_many("encoder", "ForMaskedLM", {}, "Bert", "Roberta", "DistilBert", "Albert", "Electra", "XLMRoberta",
+    *many("encoder", "ForMaskedLM", {}, "Bert", "Roberta", "DistilBert", "Albert", "Electra", "XLMRoberta",
            "Camembert", "MPNet", "RoFormer", "FNet", "ConvBert", "Nystromformer"),
     Architecture("encoder", "DebertaV2", "ForMaskedLM", {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
     Architecture("encoder", "Deberta", "ForMaskedLM", {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
     Architecture("encoder", "ModernBert", "ForMaskedLM", {"local_attention": 8, "classifier_dropout": 0.0}),
     Architecture("encoder-decoder", "T5", "ForConditionalGeneration", _BUCKETS | {"decoder_start_token_id": 0}),
-    *_many("encoder-decoder", "ForConditionalGeneration", _BUCKETS, "MT5", "UMT5"),
-    *_many("encoder-decoder", "ForConditionalGeneration", {}, "Bart", "MBart", "Pegasus", "Blenderbot", "M2M100"),
+    *many("encoder-decoder", "ForConditionalGeneration", _BUCKETS, "MT5", "UMT5"),
+    *many("encoder-decoder", "ForConditionalGeneration", {}, "Bart", "MBart", "Pegasus", "Blenderbot", "M2M100"),
     Architecture("encoder-decoder", "Marian", "MTModel"),
     Architecture("encoder-decoder", "LED", "ForConditionalGeneration", {"attention_window": 4}),
-    *_many("vision", _IMAGES, {"patch_size": 8}, "ViT", "DeiT", "Dinov2", "ViTMSN"),
-    Architecture("vision", "Beit", _IMAGES, {"patch_size": 8, "vocab_size": 64}),
-    *_many("vision", _IMAGES, _STEPS | {"patch_size": 4}, "Swin", "Swinv2"),
-    *_many("vision", _IMAGES, _SIZES | {"num_stages": 2}, "ConvNext", "ConvNextV2"),
-    *_many("vision", _IMAGES, _SIZES | {"embedding_size": 16, "groups_width": 8}, "ResNet", "RegNet"),
-    Architecture("vision", "PoolFormer", _IMAGES, {
+    *many("vision", IMAGES, {"patch_size": 8}, "ViT", "DeiT", "Dinov2", "ViTMSN"),
+    Architecture("vision", "Beit", IMAGES, {"patch_size": 8, "vocab_size": 64}),
+    *many("vision", IMAGES, _STEPS | {"patch_size": 4}, "Swin", "Swinv2"),
+    *many("vision", IMAGES, _SIZES | {"num_stages": 2}, "ConvNext", "ConvNextV2"),
+    *many("vision", IMAGES, _SIZES | {"embedding_size": 16, "groups_width": 8}, "ResNet", "RegNet"),
+    Architecture("vision", "PoolFormer", IMAGES, {
         "hidden_sizes": [16, 32], "depths": [1, 1], "num_encoder_blocks": 2, "patch_sizes": [7, 3], "strides": [4, 2],
         "padding": [2, 1]}),
     Architecture("vision", "Segformer", "ForSemanticSegmentation", {
         "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [16, 32], "patch_sizes": [7, 3],
-        "strides": [4, 2], "num_attention_heads": [2, 4], "mlp_ratios": [2, 2], "decoder_hidden_size": 32}, "_pixels"),
-    Architecture("vision", "MobileNetV2", _IMAGES, {"depth_multiplier": 0.25, "min_depth": 4}, is_double=True),
+        "strides": [4, 2], "num_attention_heads": [2, 4], "mlp_ratios": [2, 2], "decoder_hidden_size": 32}, "pixels"),
+    Architecture("vision", "MobileNetV2", IMAGES, {"depth_multiplier": 0.25, "min_depth": 4}, is_double=True),
     Architecture("vision", "CLIP", "Model", {
         "text_config": {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
                         "num_attention_heads": 4, "max_position_embeddings": 64, "eos_token_id": 2},
         "vision_config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-                          "image_size": IMAGE, "patch_size": 8}, "projection_dim": 16}, "_image_and_text"),
-    *_many("audio", "ForSequenceClassification", _WAVES, "Wav2Vec2", "Hubert", "WavLM", "UniSpeech", "Data2VecAudio"),
-    Architecture("audio", "SEW", "ForSequenceClassification", _WAVES | {"squeeze_factor": 2}),
+                          "image_size": IMAGE, "patch_size": 8}, "projection_dim": 16}, "image_and_text"),
+    *many("audio", "ForSequenceClassification", WAVES, "Wav2Vec2", "Hubert", "WavLM", "UniSpeech", "Data2VecAudio"),
+    Architecture("audio", "SEW", "ForSequenceClassification", WAVES | {"squeeze_factor": 2}),
     Architecture("audio", "AST", "ForAudioClassification", {
-        "num_mel_bins": 16, "max_length": 32, "patch_size": 8, "frequency_stride": 8, "time_stride": 8}, "_spectrum"),
+        "num_mel_bins": 16, "max_length": 32, "patch_size": 8, "frequency_stride": 8, "time_stride": 8}, "spectrum"),
     Architecture("audio", "Whisper", "ForConditionalGeneration", {
-        "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16}, "_speech"),
+        "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16}, "speech"),
     Architecture("audio", "Speech2Text", "ForConditionalGeneration", {
         "input_feat_per_channel": 8, "num_conv_layers": 1, "conv_kernel_sizes": (3,), "conv_channels": 16,
-        "max_source_positions": 64, "max_target_positions": 64}, "_frames"),
-    *_many("recurrent", _LM, {"state_size": 8, "time_step_rank": 4}, "Mamba", "FalconMamba"),
-    Architecture("recurrent", "Mamba2", _LM, {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1,
+        "max_source_positions": 64, "max_target_positions": 64}, "frames"),
+    *many("recurrent", LM, {"state_size": 8, "time_step_rank": 4}, "Mamba", "FalconMamba"),
+    Architecture("recurrent", "Mamba2", LM, {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1,
                                               "chunk_size": 4}),
-    Architecture("recurrent", "Rwkv", _LM, {"attention_hidden_size": WIDTH, "context_length": 64}),
-    Architecture("recurrent", "RecurrentGemma", _LM, {"num_hidden_layers": 3, "lru_width": 32,
-                                                      "attention_window_size": 8, **_GROUPED}),
-    Architecture("recurrent", "Jamba", _LM, {**_GROUPED, "num_hidden_layers": 4, "attn_layer_period": 2,
+    Architecture("recurrent", "Rwkv", LM, {"attention_hidden_size": WIDTH, "context_length": 64}),
+    Architecture("recurrent", "RecurrentGemma", LM, {"num_hidden_layers": 3, "lru_width": 32,
+                                                      "attention_window_size": 8, **GROUPED}),
+    Architecture("recurrent", "Jamba", LM, {**GROUPED, "num_hidden_layers": 4, "attn_layer_period": 2,
         "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 4,
         "num_experts_per_tok": 2, "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False}),
-    Architecture("recurrent", "Bamba", _LM, {**_GROUPED, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
+    Architecture("recurrent", "Bamba", LM, {**GROUPED, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
         "mamba_chunk_size": 4, "attn_layer_indices": [1]}),
-    Architecture("recurrent", "Lfm2", _LM, {**_GROUPED, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),
+    Architecture("recurrent", "Lfm2", LM, {**GROUPED, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),
 )  # fmt: skip

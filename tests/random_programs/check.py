@@ -102,6 +102,11 @@ class Subject:
         return self._run[:3]
 
     @property
+    def tolerance(self) -> float:
+        """Of the largest element, for what is not exact."""
+        return TOLERANCE
+
+    @property
     def is_exact(self) -> bool:
         """Whether the first step's results do not depend on the order in which sums are taken."""
         return self.program.exact and self._run[3] < EXACT_BELOW
@@ -206,7 +211,7 @@ def plan_problems(
     results = run(world, train, (*common, rate, subject.adds))
     wrong = []
     for rank, (one, two, _) in enumerate(results):
-        parts = _parts(subject.graph, plan, rank)
+        parts = _parts(subject, plan, rank)
         wrong += [f"rank {rank}, first step: {text}" for text in parts.differences(first, one, subject.is_exact)]
         wrong += [f"rank {rank}, second step: {text}" for text in parts.differences(second, two, False)]
     with subject.as_routed():
@@ -311,26 +316,30 @@ class _Parts:
     sizes: tuple[int, ...]
     coordinate: tuple[int, ...]
     trained: frozenset[str]  # that the rank must have
+    tolerance: float = TOLERANCE
 
     def differences(self, expected: Step, found: Step, exact: bool) -> list[str]:
         wrong = [f"{name} is not there" for name in sorted(self.trained - set(found.gradients))]
         scale = max([0.0, *(_largest(g) for g in expected.gradients.values() if g is not None)])
-        if not _equal(expected.loss, found.loss, exact, 0.0):
+        if not self._equal(expected.loss, found.loss, exact, 0.0):
             wrong.append(f"loss {expected.loss.item()!r} became {found.loss.item()!r}")
-        if not torch.allclose(expected.norm, found.norm, rtol=1e-5):
+        if not torch.allclose(expected.norm, found.norm, rtol=max(1e-5, self.tolerance)):
             wrong.append(f"gradient norm {expected.norm.item()!r} became {found.norm.item()!r}")
         for name, whole in expected.gradients.items():
             part = found.gradients.get(name)
             if whole is None or name not in found.gradients:
                 if part is not None and part.any():
                     wrong.append(f"{name} has a gradient, and none on one device")
-            elif part is None or not _equal(self.own(name, whole), part, exact, 1e-3 * scale, expected.rounding):
+            elif part is None or not self._equal(self.own(name, whole), part, exact, 1e-3 * scale, expected.rounding):
                 wrong.append(f"gradient of {name}: {_gap(self.own(name, whole), part)}")
         for name, whole in expected.buffers.items():
             held = found.buffers.get(name)
-            if held is not None and not _equal(self.own(name, whole), held, exact, 0.0):
+            if held is not None and not self._equal(self.own(name, whole), held, exact, 0.0):
                 wrong.append(f"buffer {name}: {_gap(self.own(name, whole), held)}")
         return wrong
+
+    def _equal(self, expected: Tensor, found: Tensor, exact: bool, scale: float, rounding: float = 0.0) -> bool:
+        return _equal(expected, found, exact, scale, rounding, self.tolerance)
 
     def own(self, name: str, whole: Tensor) -> Tensor:
         """The part of a parameter or buffer that this rank stores: what the rank of a coordinate has of S, R and I."""
@@ -341,16 +350,16 @@ class _Parts:
         return whole
 
 
-def _parts(graph: Graph, plan: Plan, rank: int) -> _Parts:
+def _parts(subject: Subject, plan: Plan, rank: int) -> _Parts:
     """Of the rank's stages, whose axes are alike; placements without the microbatches'."""
+    graph = subject.graph
     stages = [stage for stage in plan.stages if rank in stage.ranks]
     names = {stored.tensor: stored.name for stored in graph.stored}
     sizes = tuple(axis.size for axis in stages[0].axes)
     placements = {names[tensor]: kept.placement for stage in stages for tensor, kept in stage.storage.items()}
     trained = {stored.name for stored in graph.stored if stored.kind == "parameter" and stored.requires_grad}
-    return _Parts(
-        placements, sizes, _coordinate(rank - stages[0].first_rank, sizes), frozenset(trained & set(placements))
-    )
+    coordinate = _coordinate(rank - stages[0].first_rank, sizes)
+    return _Parts(placements, sizes, coordinate, frozenset(trained & set(placements)), subject.tolerance)
 
 
 def _coordinate(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -361,14 +370,16 @@ def _coordinate(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def _equal(expected: Tensor, found: Tensor, exact: bool, scale: float, rounding: float = 0.0) -> bool:
+def _equal(
+    expected: Tensor, found: Tensor, exact: bool, scale: float, rounding: float = 0.0, tolerance: float = TOLERANCE
+) -> bool:
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return False
     if torch.equal(expected, found):  # infinite elements, too
         return True
     if exact or not (expected.is_floating_point() or expected.is_complex()):
         return False
-    bound = max(TOLERANCE * max(scale, expected.abs().max().item(), 1e-6), rounding)
+    bound = max(tolerance * max(scale, expected.abs().max().item(), 1e-6), rounding)
     return bool((expected - found).abs().max() <= bound)  # False for NaN
 
 

@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 
 import autopar.runtime as rt
+from autopar import Mesh
+from autopar.pipeline import template_of_graph
 from autopar.runtime.gathering import Gatherer, Unit
 from autopar.runtime.mesh import RankMesh
+from autopar.simulate import traffic
+from tests.constructs.written import Written
+from tests.random_programs.check import plan_problems
+from tests.random_programs.kinds.practice import practice_subject
 
 
 class _Inner(rt.Block):
@@ -139,3 +145,39 @@ def test_calls_that_keep_what_they_compute_are_asked_for_in_reverse(again: tuple
     for number, is_again in enumerate(again[:-1]):
         first = f"layer{number}.attention" if is_again else f"layer{number}.mlp"
         assert first not in in_the_open(log)
+
+
+_READ_BY_OTHERS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.scale = nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.tensor(2.0))
+        self.act = nn.Tanh()
+
+    def forward(self, x):
+        return self.act(x * self.scale)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer = First(), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x):
+        return F.linear(self.layer(self.first(x)), self.first.table).square().mean()
+
+def batch():
+    torch.manual_seed(1)
+    return {"x": torch.randn(8, 8)}
+"""
+
+
+def test_what_others_read_is_not_asked_for_again_when_its_gradient_is_there() -> None:
+    """A block's weight that something later alone reads (a head, tied to the table of an embedding that another stage
+    looks up) was gathered once more in the second microbatch's backward pass, for a block that had no need of it."""
+    subject = practice_subject(Written("", _READ_BY_OTHERS), 0)
+    plan = template_of_graph(subject.graph, Mesh("cpu", devices_per_node=2), dp=2, zero=3, microbatches=2)
+    assert plan_problems(subject, plan, traffic(subject.graph, plan)) == []

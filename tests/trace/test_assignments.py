@@ -98,6 +98,16 @@ def test_without_values_too_where_no_comparison_with_the_model_would_see_it() ->
     assert graph.mutations.keys() == {"last", "layers.0.state", "layers.1.state"}
 
 
+def _moved(layer: Layer, h: Tensor) -> None:
+    layer.state = layer.state.to(h.device, h.dtype)
+
+
+def test_a_buffer_that_becomes_itself_is_not_updated_and_any_stage_may_read_it() -> None:
+    model = Model(_moved, 2)
+    assert trace(model, batch()).mutations.keys() == {"last"}
+    assert differences(model, batch(), "pp=2") == []
+
+
 @pytest.mark.sampled
 @pytest.mark.sweep
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero=3", "recompute", "pp=2"])
