@@ -20,7 +20,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import P, Placement, R, S, Type
 from autopar.ir.plan import NodePlan, Plan, Redistribute, Stage, Substitution
 from autopar.ir.schedule import SCHEDULES
-from autopar.microbatch import check_plan
+from autopar.microbatch import check_plan, divided_graph
 from autopar.ops import call_key, coverage
 from autopar.profiler import profile_of
 from autopar.step import simulated_again
@@ -59,6 +59,7 @@ def kinds_of_sending(graph: Graph, plan: Plan, apart: bool = True) -> list[list[
     (`substitute.async_linears.together`), not once for all."""
     if SCHEDULES[plan.schedule].splits_backward or SCHEDULES[plan.schedule].splits_some:
         return []
+    graph = divided_graph(graph, plan.microbatches)
     found = dict[object, list[RowSending]]()
     for stage in plan.stages:
         forked = {name for fork in stage.forks for branch in fork.branches for name in branch.nodes}
@@ -147,11 +148,18 @@ def _gather(graph: Graph, stage: Stage, node: Node, made: Mapping[str, Placement
     for place, axis in enumerate(stage.axes):
         if axis.size == 1 or read[place].kind != "S" or stage.nodes[node.name].operands[1][place] != S(0):
             continue
-        names = siblings(graph, node.name)
+        names = siblings(graph, node.name) if _is_even(graph, stage, node.operands[0], read, place) else ()
         plans = [stage.nodes.get(name) for name in names]
         if names and all(own is not None and _reads_rows(own, plans[0], place) for own in plans):
             return RowSending(names, place, read[place].dim, "" if shared is None else shared.name)
     return None
+
+
+def _is_even(graph: Graph, stage: Stage, tensor: str, placement: Placement, axis: int) -> bool:
+    """Whether an axis alone splits a dim, which is not the last, into equal parts."""
+    dim, own, shape = placement[axis].dim, stage.axes[axis], graph.tensors[tensor].shape
+    alone = all(type_ != placement[axis] or place == axis for place, type_ in enumerate(placement))
+    return alone and not own.shares and dim < len(shape) - 1 and shape[dim] % own.size == 0
 
 
 def _passed_on(graph: Graph, stage: Stage, tensor: str) -> Node | None:
@@ -175,7 +183,9 @@ def _scatter(graph: Graph, stage: Stage, node: Node) -> RowSending | None:
         if axis.size == 1 or placed.operands[1][place] != S(1) or placed.results[0][place] != P:
             continue
         wanted = _read_as(graph, stage, name, place)
-        if wanted is not None and wanted.kind == "S" and wanted.dim < len(graph.tensors[name].shape) - 1:
+        if wanted is None or wanted.kind != "S":
+            continue
+        if _is_even(graph, stage, name, _with(placed.results[0], place, wanted), place):
             return RowSending((node.name,), place, wanted.dim, None)
     return None
 

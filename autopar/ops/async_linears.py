@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from autopar.ir.graph import Graph, Node
+from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import Axis, P, Placement, R, S, Shape, local_shape
 from autopar.ops.async_work import ASYNC_LINEARS as WORK
 from autopar.ops.call import Call
@@ -128,17 +129,16 @@ def scatter_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis,
 def _even_error(
     over: Sequence[int], dim: int, shape: Shape, placement: Placement, axes: tuple[Axis, ...]
 ) -> str | None:  # fmt: skip
-    """Rows travel along one axis, which cuts them into equal parts, and no other does."""
-    axis = axes[over[0]]
-    others = [
-        axes[n].name for n, type_ in enumerate(placement) if type_ == S(dim) and n != over[0] and axes[n].size > 1
-    ]
+    """Rows travel along one axis, which cuts them into equal parts, and no other does; each microbatch's apart."""
+    axis, splitting = axes[over[0]], [axes[place] for place, type_ in enumerate(placement) if type_ == S(dim)]
+    others = [other.name for other in splitting if other != axis and other.name != MICROBATCH and other.size > 1]
     if len(over) > 1:
         return f"rows travel over {len(over)} axes; blocks pass along one"
     if others:
         return f"rows travel over axis {axis.name} along dim {dim}, which axis {others[0]} splits, too"
-    if axis.shares or shape[dim] % axis.size:
-        return f"rows travel over axis {axis.name}, which does not cut dim {dim} of {shape[dim]} into equal parts"
+    rows = shape[dim] // math.prod(other.size for other in splitting if other.name == MICROBATCH)
+    if axis.shares or rows % axis.size:
+        return f"rows travel over axis {axis.name}, which does not cut dim {dim} of {rows} into equal parts"
     return None
 
 

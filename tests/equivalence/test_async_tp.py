@@ -142,3 +142,11 @@ def test_a_file_keeps_it() -> None:
     assert (
         autopar.parallelize(given, plan.mesh, inputs, plan=again, check=False).source == planned("blocks", "tp2").source
     )
+
+
+def test_rows_that_ranks_do_not_divide_stay_as_they_were() -> None:
+    config = llama.Config(hidden_size=128, mlp_size=384, seq_len=ROWS - 1, batch_size=BATCH)
+    mesh = autopar.Mesh("cpu", devices_per_node=2)
+    options: dict[str, Any] = {"tp": 2, "sequence_parallel": True, "async_tp": True, "check": False}
+    with pytest.raises(PlanError, match="async_tp"):
+        autopar.template_plan(llama.build(config), mesh, llama.example_inputs(config), **options)
