@@ -2,7 +2,7 @@
 
     dp × tp, tp inside a node             → a problem on a short graph (`interop.fold`): least time, least memory
     dp × cp × tp, of long sequences       → the same of a graph whose sequences may be split
-    ep of dp, flat or in two levels       → the same, with ranks that share the experts
+    ep of dp, flat or in two levels       → the same, with ranks that share the experts; in as many chunks as cost least
     what may be faster, and may fit       → placed on the whole model, played by layers (`simulate.Incremental`)
     what differs from the fastest in one thing → the same, as long as that gains something
 
@@ -14,6 +14,7 @@ memory each, the rest all of it.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 from autopar.clock import is_interrupted
 from autopar.collector import cached_method
+from autopar.cost.exchanges import chunks_where_shared
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.expert_parallel import expert_axes
 from autopar.interop import block_layers, fold
@@ -40,7 +42,8 @@ from autopar.planning import DividedGraph, Place, divided
 from autopar.profiler import profile_of
 from autopar.request import Request, SearchBudget
 from autopar.simulate import Incremental, predict
-from autopar.template import positions, template_axes, template_constraints, template_recompute
+from autopar.substitute.exchanges import in_chunks, routed
+from autopar.template import DATA, positions, template_axes, template_constraints, template_recompute
 from autopar.trace import find_blocks
 from autopar.tunables import (
     ALIKE,
@@ -79,6 +82,7 @@ class Template:
     context: str = "gather"
     ep: int = 1
     exchange: str = "flat"
+    exchange_chunks: int = 1
     hsdp: int = 1
 
     def __str__(self) -> str:
@@ -151,9 +155,9 @@ class Family:
         self.shared = self.profile.shared_by(request.mesh.devices_per_node)
         self.best_ns: float = BESIDE_KNOWN * likely_ns if plan is None else plan.predicted.step_time_ns
         self.limit = request.memory_limit or self.shared.usable_bytes
-        self.found: list[tuple[str, ShortPlace, Plan]] = []
+        self.found: list[tuple[Template, str, ShortPlace, Plan]] = []
         self.rows: list[Tried] = []
-        self._beyond: list[float] = []  # of what was played, so many times the least a step took
+        self._beyond = defaultdict[int, list[float]](list)  # by ep, of what was played, so many times the least it took
         self._peaks: dict[Template, int] = {}  # of what was played and did not fit
         self._steps: dict[Template, int] = {}  # of what was played whole and fits
         self._fitting: dict[Template, int] = {}  # of a family, what a step takes at least where it fits
@@ -199,10 +203,15 @@ class Family:
             ways = EXCHANGES if size > near > 1 and size % near == 0 else EXCHANGES[:1]
             looks = [Template(dp, tp, 3 if dp > size else 0, ep=size, exchange=way) for way in ways]
             looks = [look for look in looks if len(self._axes(look)) <= MOST_AXES]
-            found += [min(self._likely_ns(self._look_at(look, counts)) for look in looks)] if looks else []
+            found += [min(self._likely_of_fitting(look, counts) for look in looks)] if looks else []
             if is_interrupted() or (found and found[-1] > ALIKE * self.best_ns):
                 break
         return min(found, default=math.inf)
+
+    def _likely_of_fitting(self, family: Template, counts: Sequence[int]) -> float:
+        """What a step likely takes in the best of a family that fits, once looked at; in its best, if none does."""
+        least_ns = self._look_at(family, counts)
+        return self._likely_ns(max(least_ns, self._fitting.get(family, 0) % _MANY), family.ep)
 
     def look_at_context(self, dp: int, tp: int, cp: int, contexts: Sequence[str]) -> tuple[float, float]:
         """At a shape that splits sequences in some ways, of a graph that says where they may be
@@ -230,7 +239,7 @@ class Family:
         before = len(self.found)
         least_ns = self._look_at(one, counts)
         is_near = self._likely_ns(least_ns) <= ALIKE * self.best_ns
-        played = [plan.predicted.step_time_ns for _, _, plan in self.found[before:]]
+        played = [plan.predicted.step_time_ns for *_, plan in self.found[before:]]
         if tp > 1 and is_near and min(played, default=_MANY) <= ALIKE * self.best_ns:
             self._look_at(replace(one, sequence_parallel=False), counts)  # which takes more memory, and starts less
         return tp == 1 or is_near
@@ -241,18 +250,18 @@ class Family:
         Looks at a template with nothing computed again, in these numbers until it fits; then with attention or all
         computed again of as many blocks as it takes, in the number of microbatches that is estimated to be fastest.
         """
-        first = replace(family, microbatches=_first_of(counts) if self.is_tight else counts[0])
+        first = self._in(family, _first_of(counts) if self.is_tight else counts[0])
         try:
             known = _KnownTemplate(self.place(first))
         except AutoparError as error:
             self._refuse(first, str(error))
             return 0
-        if self._likely_ns(known.least_ns) >= self.best_ns and first.microbatches > counts[0]:
-            known = _KnownTemplate(self.place(replace(family, microbatches=counts[0])))  # fewer may take less
+        if self._likely_ns(known.least_ns, family.ep) >= self.best_ns and first.microbatches > counts[0]:
+            known = _KnownTemplate(self.place(self._in(family, counts[0])))  # fewer may take less
         least_ns = self._fitting[family] = known.least_ns
         if self._is_slower(family, least_ns):
             return least_ns
-        if any(self._with_less_sharded(replace(family, microbatches=count), known) for count in counts):
+        if any(self._with_less_sharded(self._in(family, count), known) for count in counts):
             return least_ns
         recomputations = self._recomputations(family, counts, known) if self.request.mode == "train" else []
         self._fitting[family] = min((one.bound_ns for one in recomputations), default=_MANY)
@@ -261,13 +270,20 @@ class Family:
                 break
         return least_ns
 
-    def _likely_ns(self, least_ns: int) -> float:
-        """What a step takes if it is half as much beyond the least as those that were played."""
-        return least_ns * (1 + min(self._beyond, default=1.0)) / 2
+    def _in(self, family: Template, count: int, recompute: str = "none") -> Template:
+        """A template of a family in so many microbatches, whose tokens travel in as many chunks as cost least then."""
+        one = replace(family, microbatches=count)
+        chunks = self._chunks(one) if one.ep > 1 else 1
+        return replace(one, recompute=recompute, exchange_chunks=chunks)
+
+    def _likely_ns(self, least_ns: int, ep: int = 1) -> float:
+        """What a step takes if it is half as much beyond the least as those that were played with as many ranks that
+        share experts: what is gathered is the smaller, the more these are."""
+        return least_ns * (1 + min(self._beyond[ep], default=1.0)) / 2
 
     def _is_slower(self, template: Template, least_ns: int) -> bool:
         """Whether it is likely to take longer than the best."""
-        if self._likely_ns(least_ns) < self.best_ns:
+        if self._likely_ns(least_ns, template.ep) < self.best_ns:
             return False
         self._refuse(template, f"takes {least_ns:,} ns at least, the best {self.best_ns:,}")
         return True
@@ -344,31 +360,36 @@ class Family:
         """To make a template fit by computing blocks again, the fastest first. known: of it without."""
         options, found = recomputable(self.graph, self.paths), list[_BlockRecomputation]()
         for kind, groups in (("block", options.attention), ("full", options.full)):
-            usage = {c: round(known.usage(c) / USAGE_BELOW) for c in counts}
-            most = {c: self._peaks.get(replace(family, microbatches=c), usage[c]) for c in counts}
             inside = known.inside(joined(groups))
-            fitting = [c for c in counts if most[c] - inside // c <= self.limit]
+            fitting = [c for c in counts if self._peak(family, known, c, inside // c) <= self.limit]
             if not groups or not fitting:
                 continue
             try:
-                again = _KnownTemplate(self.place(replace(family, recompute=kind, microbatches=fitting[-1])))
+                again = _KnownTemplate(self.place(self._in(family, fitting[-1], kind)))
             except AutoparError as error:
                 self._refuse(replace(family, recompute=kind), str(error))
                 continue
             for count in fitting:
                 saved, every = known.usage(count) - again.usage(count), len(groups)
-                if most[count] - saved <= self.limit:
-                    first = min(every, max(1, _blocks_for(most[count] - self.limit, saved, every)))
+                if self._peak(family, known, count, saved) <= self.limit:
+                    above = self._peak(family, known, count, 0) - self.limit
+                    first = min(every, max(1, _blocks_for(above, saved, every)))
                     own_ns = (again.least_ns - known.least_ns) // every
                     sent_ns = known.sent_ns(count) + (again.sent_ns(count) - known.sent_ns(count)) * first // every
                     least_ns = known.least_ns + first * own_ns + round(sent_ns * EXPOSED)
-                    template = replace(family, recompute=kind, microbatches=count)
+                    template = self._in(family, count, kind)
                     found.append(
                         _BlockRecomputation(
                             least_ns, template, groups, first, saved, own_ns, known.least_ns, known.sending_ns(count)
                         )
                     )
         return sorted(found, key=lambda recomputation: recomputation.least_ns)
+
+    def _peak(self, family: Template, known: _KnownTemplate, count: int, saved: int) -> int:
+        """What is held at most, by estimate, in so many microbatches, where so much is not kept: what is, and a part of
+        it on top."""
+        played = self._peaks.get(self._in(family, count))
+        return round((known.usage(count) - saved) / USAGE_BELOW) if played is None else played - saved
 
     def _recomputed(self, recomputation: _BlockRecomputation) -> bool:
         """Whether a template fits so."""
@@ -426,8 +447,8 @@ class Family:
 
     def _note(self, template: Template, plan: Plan, name: str, least_ns: int) -> None:
         told = plan.predicted
-        self._beyond.append(max(1.0, told.step_time_ns / least_ns))
-        self.found.append((name, self.place(template), plan))
+        self._beyond[template.ep].append(max(1.0, told.step_time_ns / least_ns))
+        self.found.append((template, name, self.place(template), plan))
         self.best_ns = min(self.best_ns, told.step_time_ns)
         row = replace(_row(template, name), step_time_ns=told.step_time_ns, peak_bytes=told.peak_bytes)
         self.rows.append(row)
@@ -435,11 +456,25 @@ class Family:
     # Places ----------------------------------------
 
     @cached_method
-    def parts(self, count: int) -> tuple[DividedGraph, DividedGraph, Incremental]:
-        """Of the whole graph, of the short one, and what plays plans of one microbatch."""
-        whole = divided(self.graph, self.blocks, count)
-        short = replace(divided(self.folded.graph, self.blocks, count), copies=self.folded.copies)
+    def parts(self, count: int, chunks: int = 1) -> tuple[DividedGraph, DividedGraph, Incremental]:
+        """Of the whole graph, of the short one, and what plays plans of one microbatch; in so many chunks."""
+        graphs = (self.graph, self.folded.graph)
+        given, folded = graphs if chunks == 1 else (in_chunks(graph, routed(graph), chunks) for graph in graphs)
+        whole = divided(given, self.blocks, count)
+        short = replace(divided(folded, self.blocks, count), copies=self.folded.copies)
         return whole, short, Incremental(whole.graph, self.shared)
+
+    @cached_method
+    def _chunks(self, one: Template) -> int:
+        """In how many chunks the tokens of a template, in so many microbatches, cost least."""
+        sharing, part = self._sharing(one), self.parts(one.microbatches)[1].graph
+        trains = self.request.mode == "train"
+        split = {name for name in DATA if name not in sharing}
+        per_node = self.request.mesh.devices_per_node
+        return chunks_where_shared(part, self._axes(one), sharing, split, per_node, self.shared, trains)
+
+    def _sharing(self, one: Template) -> tuple[str, ...]:
+        return expert_axes(self.request.mesh, one.dp, one.tp, one.cp, one.ep, one.exchange).sharing
 
     @cached_method
     def batch(self, count: int) -> dict[str, Type]:
@@ -455,11 +490,11 @@ class Family:
     @cached_method
     def place(self, template: Template) -> ShortPlace:
         one, axes = template, self._axes(template)
-        sharing = expert_axes(self.request.mesh, one.dp, one.tp, one.cp, one.ep, one.exchange).sharing
-        whole, short, simulator = self.parts(template.microbatches)
+        whole, short, simulator = self.parts(template.microbatches, template.exchange_chunks)
         rules = template_constraints(
             short.graph, axes, template.zero, template.sequence_parallel, self.paths, self.batch(template.microbatches),
-            positions(short.graph, self.blocks, template.cp), template.context, sharing, self.blocks,
+            positions(short.graph, self.blocks, template.cp), template.context, self._sharing(one),
+            self.blocks,
         )  # fmt: skip
         again = template_recompute(self.graph, self.paths, template.recompute)
         request = replace(self.request, constraints=(*rules, *self.request.constraints), recompute=again)
@@ -467,20 +502,32 @@ class Family:
         return ShortPlace(whole, axes, request, self.profile, strictly=strictly, short=short, simulator=simulator)
 
 
+class FoundTemplate(NamedTuple):
+    """One that fits, with its outline and plan, which is of the graph in its `exchange_chunks`; what names the plan,
+    and what counts the bytes that it sends."""
+
+    template: Template
+    outline: Outline
+    plan: Plan
+    made: Callable[[], Plan]
+    told: Callable[[Plan], Plan]
+
+
 def faster_templates(
     graph: Graph, plan: Plan | None, request: Request, experts: int = 0,
     likely_ns: float = math.inf, least_of_tp: Mapping[int, int] | None = None,
-) -> tuple[list[Tried], Iterator[tuple[Outline, Plan, Callable[[], Plan], Callable[[Plan], Plan]]]]:  # fmt: skip
+) -> tuple[list[Tried], Iterator[FoundTemplate]]:  # fmt: skip
     """Templates of a graph that may be faster than a plan, if there is one: a row of the report for each that is looked
-    at, and of those that fit the outline, the plan, what names it, and what counts the bytes that it sends. experts:
-    those whose ranks share as many at most, and no others. likely_ns, least_of_tp: see `Family`."""
+    at, and those that fit. experts: those whose ranks share as many at most, and no others. likely_ns, least_of_tp: see
+    `Family`."""
     family = Family(graph, plan, request, likely_ns, least_of_tp)
     if experts:
         family.look_at_experts(experts)
     else:
         family.look()
     found = (
-        (place.outline, plan, partial(named, name, plan), place.part.with_traffic) for name, place, plan in family.found
+        FoundTemplate(template, place.outline, plan, partial(named, name, plan), place.part.with_traffic)
+        for template, name, place, plan in family.found
     )
     return family.rows, found
 

@@ -61,16 +61,23 @@ def experts(front: Front, context: Context) -> Iterator[Candidate]:
         return
     best = front.best_of(front.given)
     plan = None if best is None else best.plan
-    rows, found = faster_templates(given, plan, context.request, experts=fewest)
-    context.rows += rows
-    yield from (of_plan(front.given, *one) for one in found)
+    yield from _templates(front.given, plan, fewest, context)
     replicas = likely_replicas(given, context.request.mesh.devices_per_node)
     if replicas and not is_interrupted():
-        graph, steps = with_replicas(given, replicas)
-        rows, found = faster_templates(graph, plan, context.request, experts=fewest)
-        context.rows += rows
-        asked = Candidate(GraphCandidate(graph, steps, 0))
-        yield from (of_plan(asked, *one) for one in found)
+        yield from _templates(Candidate(GraphCandidate(*with_replicas(given, replicas), 0)), plan, fewest, context)
+
+
+def _templates(asked: Candidate, plan: Plan | None, experts: int, context: Context) -> Iterator[Candidate]:
+    """Those that may be faster than a plan, if there is one, each of the graph in its number of chunks."""
+    rows, found = faster_templates(asked.graph, plan, context.request, experts=experts)
+    context.rows += rows
+    by_chunks = {1: asked}
+    for one in found:
+        chunks = one.template.exchange_chunks
+        if chunks not in by_chunks:
+            graph, steps = in_chunks(asked.graph, chunks)
+            by_chunks[chunks] = Candidate(GraphCandidate(graph, (*asked.variant.steps, *steps), 0))
+        yield of_plan(by_chunks[chunks], *one[1:])
 
 
 def likely_replicas(graph: Graph, ranks: int) -> int:

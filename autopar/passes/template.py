@@ -49,7 +49,7 @@ def _faster(
             given, plan, context.request, likely_ns=likely_ns, least_of_tp=least_of_tp
         )  # fmt: skip
         context.rows += rows
-        yield from (of_plan(front.given, *one) for one in found)
+        yield from (of_plan(front.given, *one[1:]) for one in found)
 
 
 def _bounds_stages(context: Context) -> bool:
