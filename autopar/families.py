@@ -50,6 +50,7 @@ from autopar.tunables import (
     BESIDE_KNOWN,
     EXPOSED,
     FIRST_COUNT,
+    INSTEAD_AGAIN,
     LEAST_GAIN,
     LESS_EACH,
     MOST_AXES,
@@ -154,10 +155,11 @@ class Family:
         self.folded = fold(graph, self.blocks, block_layers(graph, self.paths))
         self.shared = self.profile.shared_by(request.mesh.devices_per_node)
         self.best_ns: float = BESIDE_KNOWN * likely_ns if plan is None else plan.predicted.step_time_ns
+        self.known_ns = likely_ns if plan is None else plan.predicted.step_time_ns
         self.limit = request.memory_limit or self.shared.usable_bytes
         self.found: list[tuple[Template, str, ShortPlace, Plan]] = []
         self.rows: list[Tried] = []
-        self._beyond = defaultdict[int, list[float]](list)  # by ep, of what was played, so many times the least it took
+        self._beyond = defaultdict[tuple[int, int], list[float]](list)  # of what was played, times the least it took
         self._peaks: dict[Template, int] = {}  # of what was played and did not fit
         self._steps: dict[Template, int] = {}  # of what was played whole and fits
         self._fitting: dict[Template, int] = {}  # of a family, what a step takes at least where it fits
@@ -248,7 +250,8 @@ class Family:
         """What a step takes at least in any number of microbatches.
 
         Looks at a template with nothing computed again, in these numbers until it fits; then with attention or all
-        computed again of as many blocks as it takes, in the number of microbatches that is estimated to be fastest.
+        computed again of as many blocks as it takes, in the number of microbatches that is estimated to be fastest: of
+        all, where none fits; of fewer, where that which fits takes much longer than it must, and they much less.
         """
         first = self._in(family, _first_of(counts) if self.is_tight else counts[0])
         try:
@@ -261,12 +264,21 @@ class Family:
         least_ns = self._fitting[family] = known.least_ns
         if self._is_slower(family, least_ns):
             return least_ns
-        if any(self._with_less_sharded(self._in(family, count), known) for count in counts):
+        fitting = next((n for n in counts if self._with_less_sharded(self._in(family, n), known)), None)
+        exposed = EXPOSED
+        if fitting is not None:
+            beyond_ns = self._steps.get(self._in(family, fitting), 0) - least_ns
+            if beyond_ns <= (INSTEAD_AGAIN - 1) * least_ns:
+                return least_ns
+            counts = [count for count in counts if count < fitting]
+            exposed = max(EXPOSED, beyond_ns / max(1, known.sent_ns(fitting)))
+        recomputations = self._recomputations(family, counts, known, exposed) if self.request.mode == "train" else []
+        if fitting is None:
+            self._fitting[family] = min((one.bound_ns for one in recomputations), default=_MANY)
+        elif not (recomputations and BESIDE_KNOWN * recomputations[0].least_ns < self.known_ns):
             return least_ns
-        recomputations = self._recomputations(family, counts, known) if self.request.mode == "train" else []
-        self._fitting[family] = min((one.bound_ns for one in recomputations), default=_MANY)
-        for recomputation in recomputations:
-            if self._is_slower(recomputation.template, recomputation.bound_ns) or self._recomputed(recomputation):
+        for one in recomputations:
+            if not self._is_slower(one.template, one.bound_ns) and self._recomputed(one):
                 break
         return least_ns
 
@@ -276,14 +288,15 @@ class Family:
         chunks = self._chunks(one) if one.ep > 1 else 1
         return replace(one, recompute=recompute, exchange_chunks=chunks)
 
-    def _likely_ns(self, least_ns: int, ep: int = 1) -> float:
+    def _likely_ns(self, least_ns: int, ep: int = 1, count: int | None = None) -> float:
         """What a step takes if it is half as much beyond the least as those that were played with as many ranks that
-        share experts: what is gathered is the smaller, the more these are."""
-        return least_ns * (1 + min(self._beyond[ep], default=1.0)) / 2
+        share experts, if any do in so many microbatches: less is gathered by more ranks, and in fewer."""
+        kinds = (found for (of_ep, n), found in self._beyond.items() if of_ep == ep and (ep == 1 or count in (None, n)))
+        return least_ns * (1 + min((times for found in kinds for times in found), default=1.0)) / 2
 
     def _is_slower(self, template: Template, least_ns: int) -> bool:
         """Whether it is likely to take longer than the best."""
-        if self._likely_ns(least_ns, template.ep) < self.best_ns:
+        if self._likely_ns(least_ns, template.ep, template.microbatches) < self.best_ns:
             return False
         self._refuse(template, f"takes {least_ns:,} ns at least, the best {self.best_ns:,}")
         return True
@@ -355,9 +368,10 @@ class Family:
             yield replace(one, microbatches=fewer, recompute="selective", zero=zero)
 
     def _recomputations(
-        self, family: Template, counts: Sequence[int], known: _KnownTemplate
+        self, family: Template, counts: Sequence[int], known: _KnownTemplate, exposed: float
     ) -> list[_BlockRecomputation]:
-        """To make a template fit by computing blocks again, the fastest first. known: of it without."""
+        """To make a template fit by computing blocks again, the fastest first. known: of it without; exposed: the part
+        of what it sends that is waited for."""
         options, found = recomputable(self.graph, self.paths), list[_BlockRecomputation]()
         for kind, groups in (("block", options.attention), ("full", options.full)):
             inside = known.inside(joined(groups))
@@ -376,7 +390,7 @@ class Family:
                     first = min(every, max(1, _blocks_for(above, saved, every)))
                     own_ns = (again.least_ns - known.least_ns) // every
                     sent_ns = known.sent_ns(count) + (again.sent_ns(count) - known.sent_ns(count)) * first // every
-                    least_ns = known.least_ns + first * own_ns + round(sent_ns * EXPOSED)
+                    least_ns = known.least_ns + first * own_ns + round(sent_ns * exposed)
                     template = self._in(family, count, kind)
                     found.append(
                         _BlockRecomputation(
@@ -447,9 +461,10 @@ class Family:
 
     def _note(self, template: Template, plan: Plan, name: str, least_ns: int) -> None:
         told = plan.predicted
-        self._beyond[template.ep].append(max(1.0, told.step_time_ns / least_ns))
+        self._beyond[template.ep, template.microbatches].append(max(1.0, told.step_time_ns / least_ns))
         self.found.append((template, name, self.place(template), plan))
         self.best_ns = min(self.best_ns, told.step_time_ns)
+        self.known_ns = min(self.known_ns, told.step_time_ns)
         row = replace(_row(template, name), step_time_ns=told.step_time_ns, peak_bytes=told.peak_bytes)
         self.rows.append(row)
 

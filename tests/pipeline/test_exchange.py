@@ -21,7 +21,8 @@ from autopar.ir.exchange_table import ExchangeTable
 from autopar.ir.graph import Graph
 from autopar.microbatch import check_plan
 from autopar.ops.experts import ROUTED_EXPERTS, table_of, with_routing
-from autopar.passes.exchange import adapt, exchange, exchanges_tokens, experts, likely_replicas, replicate
+from autopar.passes.exchange import adapt, exchange, exchanges_tokens, experts, replicate
+from autopar.passes.shared_experts import likely_replicas
 from autopar.profiler import profiles_of
 from autopar.quantiles import with_p99
 from autopar.request import Request, budget_of
