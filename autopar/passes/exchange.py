@@ -52,7 +52,7 @@ BY_LOAD_RULES = (exchanges.LOAD_RULE, exchanges.SLICE_RULE)
 def experts(front: Front, context: Context) -> Iterator[Candidate]:
     """Templates of the model's own graph whose ranks share the experts, where constraints leave them open; on many
     devices they came first (`template.outset`)."""
-    if front.round == 1 and is_open(context.request) and not bounds_stages(context):
+    if front.round <= 1 and is_open(context.request) and not bounds_stages(context):
         best = front.best_of(front.given)
         yield from templates_with_experts(front.given, context, None if best is None else best.plan)
 
