@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property, partial
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 from typing import NamedTuple
 
 from autopar.clock import is_interrupted
@@ -27,10 +27,8 @@ from autopar.errors import AutoparError, InfeasibleError
 from autopar.expert_parallel import expert_axes
 from autopar.interop import block_layers, fold
 from autopar.interop.submeshes import divisors
-from autopar.intraop import SOFT_PENALTY_NS, KeptParameter, Placements, prepare_placements
-from autopar.ir.constraint import Constraint
 from autopar.ir.exchange_table import EXCHANGES
-from autopar.ir.graph import Graph, is_inside
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.outline import Outline
 from autopar.ir.placement import Type
@@ -38,10 +36,11 @@ from autopar.ir.plan import Plan
 from autopar.ir.structure import batch_inputs
 from autopar.ir.tried import Tried
 from autopar.microbatch import batch_types, divisible
-from autopar.planning import DividedGraph, Place, divided
+from autopar.planning import DividedGraph, divided
 from autopar.profiler import profile_of
-from autopar.request import Request, SearchBudget
-from autopar.simulate import Incremental, predict
+from autopar.request import Request
+from autopar.short_places import QUICK_BUDGET, QUICK_SOLVE, KnownTemplate, ShortPlace, fitted
+from autopar.simulate import Incremental
 from autopar.substitute.exchanges import in_chunks, routed
 from autopar.template import DATA, positions, template_axes, template_constraints, template_recompute
 from autopar.trace import find_blocks
@@ -57,15 +56,10 @@ from autopar.tunables import (
     MOST_EXPLAINED,
     NEAR_SHARDED,
     TEMPLATE_TRIES,
-    USAGE_ABOVE,
     USAGE_BELOW,
-    USAGE_NEAR,
 )
 from autopar.zero import Groups, joined, recomputable
 
-_BUDGET = SearchBudget(10.0, gap=0.01, substitutions=False, proposals=0)
-_SOLVE = (2.0, _BUDGET.seed, _BUDGET.gap)
-"""Seconds, seed and gap of a solve."""
 _MANY = _ANY = 2**62
 
 
@@ -91,30 +85,6 @@ class Template:
             (item.name, getattr(self, item.name)) for item in fields(self) if getattr(self, item.name) != item.default
         )
         return ", ".join(f"{name}={value}" for name, value in said)
-
-
-@dataclass(frozen=True, eq=False)
-class ShortPlace(Place):
-    """A place whose problem is that of a short graph, which costs what the whole one does, and whose plans, of the
-    whole one, are played by layers."""
-
-    short: DividedGraph = field(kw_only=True)
-    simulator: Incremental = field(kw_only=True)
-
-    @property
-    def _rules(self) -> tuple[Constraint, ...]:
-        return (*self.request.constraints, *self.short.constraints)
-
-    def placements_with(self, keep: Mapping[str, KeptParameter], strictly: bool = False) -> Placements:
-        short = self.short
-        found = prepare_placements(
-            short.graph, short.blocks, self.draft(), self.shared_profile, self._storages, self._rules, short.whole,
-            short.copies, self.sends, keep, strictly=strictly,
-        )  # fmt: skip
-        return replace(found, graph=self.part.graph, costs=found.costs.of(self.part.graph))
-
-    def scored(self, plan: Plan) -> Plan:
-        return replace(plan, predicted=predict(self.simulator.timeline(plan)))
 
 
 class _BlockRecomputation(NamedTuple):
@@ -147,7 +117,7 @@ class Family:
         """plan: what was found so far, if anything. likely_ns: what a plan takes by estimate that may be found yet.
         least_of_tp: what a step takes at least on so many ranks of tp, in few samples a microbatch, where known."""
         self.least_of_tp = least_of_tp or {}
-        self.graph, self.request = graph, replace(request, budget=_BUDGET)
+        self.graph, self.request = graph, replace(request, budget=QUICK_BUDGET)
         self.is_tight = plan is not None and (plan.microbatches > 1 or bool(plan.recompute))
         self.profile = profile_of(request.mesh)
         self.blocks = find_blocks(graph, request.constraints)
@@ -255,12 +225,12 @@ class Family:
         """
         first = self._in(family, _first_of(counts) if self.is_tight else counts[0])
         try:
-            known = _KnownTemplate(self.place(first))
+            known = KnownTemplate(self.place(first))
         except AutoparError as error:
             self._refuse(first, str(error))
             return 0
         if self._likely_ns(known.least_ns, family.ep) >= self.best_ns and first.microbatches > counts[0]:
-            known = _KnownTemplate(self.place(self._in(family, counts[0])))  # fewer may take less
+            known = KnownTemplate(self.place(self._in(family, counts[0])))  # fewer may take less
         least_ns = self._fitting[family] = known.least_ns
         if self._is_slower(family, least_ns):
             return least_ns
@@ -301,7 +271,7 @@ class Family:
         self._refuse(template, f"takes {least_ns:,} ns at least, the best {self.best_ns:,}")
         return True
 
-    def _with_less_sharded(self, one: Template, known: _KnownTemplate) -> bool:
+    def _with_less_sharded(self, one: Template, known: KnownTemplate) -> bool:
         """Whether a template fits. Where it does and is near the best, so do others of its family, perhaps."""
         if known.needs(one.microbatches) > self.limit:
             self._refuse(one, f"needs {known.needs(one.microbatches):,} bytes a device at least")
@@ -368,7 +338,7 @@ class Family:
             yield replace(one, microbatches=fewer, recompute="selective", zero=zero)
 
     def _recomputations(
-        self, family: Template, counts: Sequence[int], known: _KnownTemplate, exposed: float
+        self, family: Template, counts: Sequence[int], known: KnownTemplate, exposed: float
     ) -> list[_BlockRecomputation]:
         """To make a template fit by computing blocks again, the fastest first. known: of it without; exposed: the part
         of what it sends that is waited for."""
@@ -379,7 +349,7 @@ class Family:
             if not groups or not fitting:
                 continue
             try:
-                again = _KnownTemplate(self.place(self._in(family, fitting[-1], kind)))
+                again = KnownTemplate(self.place(self._in(family, fitting[-1], kind)))
             except AutoparError as error:
                 self._refuse(replace(family, recompute=kind), str(error))
                 continue
@@ -399,7 +369,7 @@ class Family:
                     )
         return sorted(found, key=lambda recomputation: recomputation.least_ns)
 
-    def _peak(self, family: Template, known: _KnownTemplate, count: int, saved: int) -> int:
+    def _peak(self, family: Template, known: KnownTemplate, count: int, saved: int) -> int:
         """What is held at most, by estimate, in so many microbatches, where so much is not kept: what is, and a part of
         it on top."""
         played = self._peaks.get(self._in(family, count))
@@ -416,7 +386,7 @@ class Family:
     def _fewest(self, recomputation: _BlockRecomputation) -> bool:
         """Computes again as few blocks as it takes to fit, if all do: each saves as much as the others."""
         place, every = self.place(recomputation.template), len(recomputation.groups)
-        plan, count, tried, best = place.placements.plan(_ANY, *_SOLVE), recomputation.first, set[int](), None
+        plan, count, tried, best = place.placements.plan(_ANY, *QUICK_SOLVE), recomputation.first, set[int](), None
         while count not in tried and len(tried) < TEMPLATE_TRIES:
             tried.add(count)
             plan = place.scored(replace(plan, recompute=joined(recomputation.groups[:count])))
@@ -446,13 +416,13 @@ class Family:
         if is_interrupted():
             return None
         try:
-            plan = _fitted(self.place(template), self.limit, beyond)
+            plan = fitted(self.place(template), self.limit, beyond)
         except AutoparError as error:
             if isinstance(error, InfeasibleError) and error.smallest_bytes:
                 self._peaks[template] = error.smallest_bytes
             self._refuse(template, str(error))
             return None
-        self._note(template, plan, str(template), self.place(template).placements.least_step_ns(*_SOLVE))
+        self._note(template, plan, str(template), self.place(template).placements.least_step_ns(*QUICK_SOLVE))
         self._steps[template] = plan.predicted.step_time_ns
         return plan
 
@@ -552,56 +522,6 @@ def named(name: str, plan: Plan) -> Plan:
     return replace(plan, search=replace(plan.search, method=f"template {name}: {plan.search.method}"))
 
 
-class _KnownTemplate:
-    """What is known of a template in any number of microbatches from one, in which ZeRO is 3: what all of these save
-    together is parted among them.
-
-    least_ns: what a step takes at least.
-    """
-
-    def __init__(self, place: ShortPlace) -> None:
-        self.place, self.least_ns = place, place.placements.least_step_ns(*_SOLVE)
-
-    def sent_ns(self, microbatches: int) -> int:
-        """What gathering and reducing what is stored takes a step, with each microbatch anew: as ZeRO-3 does."""
-        placements = self.place.placements
-        sent = placements.unlimited(*_SOLVE).cost % SOFT_PENALTY_NS - self.least_ns
-        return sent * microbatches // self.place.part.microbatches
-
-    def sending_ns(self, microbatches: int) -> int:
-        """What a step takes at least for that: links inside a node and between nodes are busy at the same time."""
-        return self.sent_ns(microbatches) // 2
-
-    def usage(self, microbatches: int) -> int:
-        """Estimated bytes a device of the fastest placements."""
-        placements = self.place.placements
-        return self._in(microbatches, *placements.usage_of(placements.unlimited(*_SOLVE).choice))
-
-    def inside(self, modules: Sequence[str]) -> int:
-        """What operators inside of modules save, in all microbatches together."""
-        built, graph = self.place.placements.built, self.place.short.graph
-        choice = self.place.placements.unlimited(*_SOLVE).choice
-        sizes = (
-            int(usage[option])
-            for usage, option, variable in zip(built.problem.usages, choice, built.variables, strict=True)
-            if variable.kind == "node" and is_inside(graph.node_by_name[variable.name].scope.module, modules)
-        )
-        return sum(sizes) * self.place.part.microbatches
-
-    def needs(self, microbatches: int) -> int:
-        """Bytes a device at least."""
-        usage = self.usage(microbatches)
-        return usage if usage <= self.place.placements.draft.memory_limit else self._in(microbatches, *self._least)
-
-    def _in(self, microbatches: int, stored: int, saved: int) -> int:
-        return stored + saved * self.place.part.microbatches // microbatches
-
-    @cached_property
-    def _least(self) -> tuple[int, int]:
-        least = self.place.placements.least_memory(*_SOLVE[:2])
-        return least.stored_bytes, least.usage_bytes - least.stored_bytes
-
-
 def _first_of(counts: Sequence[int]) -> int:
     """The number of microbatches in which a template is known, where many are needed."""
     return max((count for count in counts if count <= FIRST_COUNT), default=counts[0])
@@ -610,25 +530,6 @@ def _first_of(counts: Sequence[int]) -> int:
 def _blocks_for(size: int, saved: int, every: int) -> int:
     """How many of all blocks, which save so much together, save at least a size; of what may be kept, at most."""
     return -(-size * every // max(1, saved))
-
-
-def _fitted(place: ShortPlace, limit: int, beyond: int | None) -> Plan:
-    """The fastest placements that fit when they are played, in a few tries. Raises InfeasibleError naming their peak.
-
-    beyond: by how much peaks are above the usage of placements, if that is known.
-    """
-    usage, peak = place.placements.unlimited(*_SOLVE).peak_usage, 0
-    asked = min(usage, int(limit * USAGE_ABOVE) if beyond is None else int(limit * USAGE_NEAR) - beyond)
-    for _ in range(TEMPLATE_TRIES):
-        if asked < usage and asked < place.placements.least_memory(*_SOLVE[:2]).usage_bytes:
-            break
-        plan = place.within(asked, _SOLVE[0])
-        if plan.predicted.peak_bytes <= limit:
-            return plan
-        peak = peak or plan.predicted.peak_bytes
-        asked -= plan.predicted.peak_bytes - limit
-    told = f"needs {peak:,} bytes a device" if peak else f"needs {usage + (beyond or 0):,} bytes a device by estimate"
-    raise InfeasibleError(told, peak or None)
 
 
 def _row(template: Template, name: str) -> Tried:

@@ -194,9 +194,13 @@ def chunks_where_shared(
 ) -> int:  # fmt: skip
     """The number of chunks in which tokens travel in least time where ranks of the axes with these names share the
     experts; they and those of axes in `split` have tokens of their own. part: the graph of one microbatch."""
-    device = axes, devices_per_node, profile, trains
-    layers = [node for node in part.nodes if node.op == ROUTED_EXPERTS]
-    placed = [PlacedExperts(part, node, *_where_shared(part, node, axes, sharing, split), *device) for node in layers]
+    placed = [
+        PlacedExperts(
+            part, node, *_where_shared(part, node, axes, sharing, split), axes, devices_per_node, profile, trains
+        )
+        for node in part.nodes
+        if node.op == ROUTED_EXPERTS
+    ]
     if not placed or not all(one.can_choose for one in placed):
         return 1
     prices = prices_in_chunks(placed)
