@@ -2,7 +2,7 @@
 
     dp × tp, tp inside a node             → a problem on a short graph (`interop.fold`): least time, least memory
     dp × cp × tp, of long sequences       → the same of a graph whose sequences may be split
-    ep of dp, flat or in two levels       → the same, with ranks that share the experts
+    ep of dp, flat or in two levels       → the same, with ranks that share the experts; in as many chunks as cost least
     what may be faster, and may fit       → placed on the whole model, played by layers (`simulate.Incremental`)
     what differs from the fastest in one thing → the same, as long as that gains something
 
@@ -14,21 +14,21 @@ memory each, the rest all of it.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property, partial
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 from typing import NamedTuple
 
 from autopar.clock import is_interrupted
 from autopar.collector import cached_method
+from autopar.cost.exchanges import chunks_where_shared
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.expert_parallel import expert_axes
 from autopar.interop import block_layers, fold
 from autopar.interop.submeshes import divisors
-from autopar.intraop import SOFT_PENALTY_NS, KeptParameter, Placements, prepare_placements
-from autopar.ir.constraint import Constraint
 from autopar.ir.exchange_table import EXCHANGES
-from autopar.ir.graph import Graph, is_inside
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.outline import Outline
 from autopar.ir.placement import Type
@@ -36,32 +36,30 @@ from autopar.ir.plan import Plan
 from autopar.ir.structure import batch_inputs
 from autopar.ir.tried import Tried
 from autopar.microbatch import batch_types, divisible
-from autopar.planning import DividedGraph, Place, divided
+from autopar.planning import DividedGraph, divided
 from autopar.profiler import profile_of
-from autopar.request import Request, SearchBudget
-from autopar.simulate import Incremental, predict
-from autopar.template import positions, template_axes, template_constraints, template_recompute
+from autopar.request import Request
+from autopar.short_places import QUICK_BUDGET, QUICK_SOLVE, KnownTemplate, ShortPlace, fitted
+from autopar.simulate import Incremental
+from autopar.substitute.exchanges import in_chunks, routed
+from autopar.template import DATA, positions, template_axes, template_constraints, template_recompute
 from autopar.trace import find_blocks
 from autopar.tunables import (
     ALIKE,
     BESIDE_KNOWN,
     EXPOSED,
     FIRST_COUNT,
+    INSTEAD_AGAIN,
     LEAST_GAIN,
     LESS_EACH,
     MOST_AXES,
     MOST_EXPLAINED,
     NEAR_SHARDED,
     TEMPLATE_TRIES,
-    USAGE_ABOVE,
     USAGE_BELOW,
-    USAGE_NEAR,
 )
 from autopar.zero import Groups, joined, recomputable
 
-_BUDGET = SearchBudget(10.0, gap=0.01, substitutions=False, proposals=0)
-_SOLVE = (2.0, _BUDGET.seed, _BUDGET.gap)
-"""Seconds, seed and gap of a solve."""
 _MANY = _ANY = 2**62
 
 
@@ -79,6 +77,7 @@ class Template:
     context: str = "gather"
     ep: int = 1
     exchange: str = "flat"
+    exchange_chunks: int = 1
     hsdp: int = 1
 
     def __str__(self) -> str:
@@ -86,30 +85,6 @@ class Template:
             (item.name, getattr(self, item.name)) for item in fields(self) if getattr(self, item.name) != item.default
         )
         return ", ".join(f"{name}={value}" for name, value in said)
-
-
-@dataclass(frozen=True, eq=False)
-class ShortPlace(Place):
-    """A place whose problem is that of a short graph, which costs what the whole one does, and whose plans, of the
-    whole one, are played by layers."""
-
-    short: DividedGraph = field(kw_only=True)
-    simulator: Incremental = field(kw_only=True)
-
-    @property
-    def _rules(self) -> tuple[Constraint, ...]:
-        return (*self.request.constraints, *self.short.constraints)
-
-    def placements_with(self, keep: Mapping[str, KeptParameter], strictly: bool = False) -> Placements:
-        short = self.short
-        found = prepare_placements(
-            short.graph, short.blocks, self.draft(), self.shared_profile, self._storages, self._rules, short.whole,
-            short.copies, self.sends, keep, strictly=strictly,
-        )  # fmt: skip
-        return replace(found, graph=self.part.graph, costs=found.costs.of(self.part.graph))
-
-    def scored(self, plan: Plan) -> Plan:
-        return replace(plan, predicted=predict(self.simulator.timeline(plan)))
 
 
 class _BlockRecomputation(NamedTuple):
@@ -142,7 +117,7 @@ class Family:
         """plan: what was found so far, if anything. likely_ns: what a plan takes by estimate that may be found yet.
         least_of_tp: what a step takes at least on so many ranks of tp, in few samples a microbatch, where known."""
         self.least_of_tp = least_of_tp or {}
-        self.graph, self.request = graph, replace(request, budget=_BUDGET)
+        self.graph, self.request = graph, replace(request, budget=QUICK_BUDGET)
         self.is_tight = plan is not None and (plan.microbatches > 1 or bool(plan.recompute))
         self.profile = profile_of(request.mesh)
         self.blocks = find_blocks(graph, request.constraints)
@@ -150,10 +125,11 @@ class Family:
         self.folded = fold(graph, self.blocks, block_layers(graph, self.paths))
         self.shared = self.profile.shared_by(request.mesh.devices_per_node)
         self.best_ns: float = BESIDE_KNOWN * likely_ns if plan is None else plan.predicted.step_time_ns
+        self.known_ns = likely_ns if plan is None else plan.predicted.step_time_ns
         self.limit = request.memory_limit or self.shared.usable_bytes
-        self.found: list[tuple[str, ShortPlace, Plan]] = []
+        self.found: list[tuple[Template, str, ShortPlace, Plan]] = []
         self.rows: list[Tried] = []
-        self._beyond: list[float] = []  # of what was played, so many times the least a step took
+        self._beyond = defaultdict[tuple[int, int], list[float]](list)  # of what was played, times the least it took
         self._peaks: dict[Template, int] = {}  # of what was played and did not fit
         self._steps: dict[Template, int] = {}  # of what was played whole and fits
         self._fitting: dict[Template, int] = {}  # of a family, what a step takes at least where it fits
@@ -199,10 +175,15 @@ class Family:
             ways = EXCHANGES if size > near > 1 and size % near == 0 else EXCHANGES[:1]
             looks = [Template(dp, tp, 3 if dp > size else 0, ep=size, exchange=way) for way in ways]
             looks = [look for look in looks if len(self._axes(look)) <= MOST_AXES]
-            found += [min(self._likely_ns(self._look_at(look, counts)) for look in looks)] if looks else []
+            found += [min(self._likely_of_fitting(look, counts) for look in looks)] if looks else []
             if is_interrupted() or (found and found[-1] > ALIKE * self.best_ns):
                 break
         return min(found, default=math.inf)
+
+    def _likely_of_fitting(self, family: Template, counts: Sequence[int]) -> float:
+        """What a step likely takes in the best of a family that fits, once looked at; in its best, if none does."""
+        least_ns = self._look_at(family, counts)
+        return self._likely_ns(max(least_ns, self._fitting.get(family, 0) % _MANY), family.ep)
 
     def look_at_context(self, dp: int, tp: int, cp: int, contexts: Sequence[str]) -> tuple[float, float]:
         """At a shape that splits sequences in some ways, of a graph that says where they may be
@@ -230,7 +211,7 @@ class Family:
         before = len(self.found)
         least_ns = self._look_at(one, counts)
         is_near = self._likely_ns(least_ns) <= ALIKE * self.best_ns
-        played = [plan.predicted.step_time_ns for _, _, plan in self.found[before:]]
+        played = [plan.predicted.step_time_ns for *_, plan in self.found[before:]]
         if tp > 1 and is_near and min(played, default=_MANY) <= ALIKE * self.best_ns:
             self._look_at(replace(one, sequence_parallel=False), counts)  # which takes more memory, and starts less
         return tp == 1 or is_near
@@ -239,40 +220,58 @@ class Family:
         """What a step takes at least in any number of microbatches.
 
         Looks at a template with nothing computed again, in these numbers until it fits; then with attention or all
-        computed again of as many blocks as it takes, in the number of microbatches that is estimated to be fastest.
+        computed again of as many blocks as it takes, in the number of microbatches that is estimated to be fastest: of
+        all, where none fits; of fewer, where that which fits takes much longer than it must, and they much less.
         """
-        first = replace(family, microbatches=_first_of(counts) if self.is_tight else counts[0])
+        first = self._in(family, _first_of(counts) if self.is_tight else counts[0])
         try:
-            known = _KnownTemplate(self.place(first))
+            known = KnownTemplate(self.place(first))
         except AutoparError as error:
             self._refuse(first, str(error))
             return 0
-        if self._likely_ns(known.least_ns) >= self.best_ns and first.microbatches > counts[0]:
-            known = _KnownTemplate(self.place(replace(family, microbatches=counts[0])))  # fewer may take less
+        if self._likely_ns(known.least_ns, family.ep) >= self.best_ns and first.microbatches > counts[0]:
+            known = KnownTemplate(self.place(self._in(family, counts[0])))  # fewer may take less
         least_ns = self._fitting[family] = known.least_ns
         if self._is_slower(family, least_ns):
             return least_ns
-        if any(self._with_less_sharded(replace(family, microbatches=count), known) for count in counts):
+        fitting = next((n for n in counts if self._with_less_sharded(self._in(family, n), known)), None)
+        exposed = EXPOSED
+        if fitting is not None:
+            beyond_ns = self._steps.get(self._in(family, fitting), 0) - least_ns
+            if beyond_ns <= (INSTEAD_AGAIN - 1) * least_ns:
+                return least_ns
+            counts = [count for count in counts if count < fitting]
+            exposed = max(EXPOSED, beyond_ns / max(1, known.sent_ns(fitting)))
+        recomputations = self._recomputations(family, counts, known, exposed) if self.request.mode == "train" else []
+        if fitting is None:
+            self._fitting[family] = min((one.bound_ns for one in recomputations), default=_MANY)
+        elif not (recomputations and BESIDE_KNOWN * recomputations[0].least_ns < self.known_ns):
             return least_ns
-        recomputations = self._recomputations(family, counts, known) if self.request.mode == "train" else []
-        self._fitting[family] = min((one.bound_ns for one in recomputations), default=_MANY)
-        for recomputation in recomputations:
-            if self._is_slower(recomputation.template, recomputation.bound_ns) or self._recomputed(recomputation):
+        for one in recomputations:
+            if not self._is_slower(one.template, one.bound_ns) and self._recomputed(one):
                 break
         return least_ns
 
-    def _likely_ns(self, least_ns: int) -> float:
-        """What a step takes if it is half as much beyond the least as those that were played."""
-        return least_ns * (1 + min(self._beyond, default=1.0)) / 2
+    def _in(self, family: Template, count: int, recompute: str = "none") -> Template:
+        """A template of a family in so many microbatches, whose tokens travel in as many chunks as cost least then."""
+        one = replace(family, microbatches=count)
+        chunks = self._chunks(one) if one.ep > 1 else 1
+        return replace(one, recompute=recompute, exchange_chunks=chunks)
+
+    def _likely_ns(self, least_ns: int, ep: int = 1, count: int | None = None) -> float:
+        """What a step takes if it is half as much beyond the least as those that were played with as many ranks that
+        share experts, if any do in so many microbatches: less is gathered by more ranks, and in fewer."""
+        kinds = (found for (of_ep, n), found in self._beyond.items() if of_ep == ep and (ep == 1 or count in (None, n)))
+        return least_ns * (1 + min((times for found in kinds for times in found), default=1.0)) / 2
 
     def _is_slower(self, template: Template, least_ns: int) -> bool:
         """Whether it is likely to take longer than the best."""
-        if self._likely_ns(least_ns) < self.best_ns:
+        if self._likely_ns(least_ns, template.ep, template.microbatches) < self.best_ns:
             return False
         self._refuse(template, f"takes {least_ns:,} ns at least, the best {self.best_ns:,}")
         return True
 
-    def _with_less_sharded(self, one: Template, known: _KnownTemplate) -> bool:
+    def _with_less_sharded(self, one: Template, known: KnownTemplate) -> bool:
         """Whether a template fits. Where it does and is near the best, so do others of its family, perhaps."""
         if known.needs(one.microbatches) > self.limit:
             self._refuse(one, f"needs {known.needs(one.microbatches):,} bytes a device at least")
@@ -339,36 +338,42 @@ class Family:
             yield replace(one, microbatches=fewer, recompute="selective", zero=zero)
 
     def _recomputations(
-        self, family: Template, counts: Sequence[int], known: _KnownTemplate
+        self, family: Template, counts: Sequence[int], known: KnownTemplate, exposed: float
     ) -> list[_BlockRecomputation]:
-        """To make a template fit by computing blocks again, the fastest first. known: of it without."""
+        """To make a template fit by computing blocks again, the fastest first. known: of it without; exposed: the part
+        of what it sends that is waited for."""
         options, found = recomputable(self.graph, self.paths), list[_BlockRecomputation]()
         for kind, groups in (("block", options.attention), ("full", options.full)):
-            usage = {c: round(known.usage(c) / USAGE_BELOW) for c in counts}
-            most = {c: self._peaks.get(replace(family, microbatches=c), usage[c]) for c in counts}
             inside = known.inside(joined(groups))
-            fitting = [c for c in counts if most[c] - inside // c <= self.limit]
+            fitting = [c for c in counts if self._peak(family, known, c, inside // c) <= self.limit]
             if not groups or not fitting:
                 continue
             try:
-                again = _KnownTemplate(self.place(replace(family, recompute=kind, microbatches=fitting[-1])))
+                again = KnownTemplate(self.place(self._in(family, fitting[-1], kind)))
             except AutoparError as error:
                 self._refuse(replace(family, recompute=kind), str(error))
                 continue
             for count in fitting:
                 saved, every = known.usage(count) - again.usage(count), len(groups)
-                if most[count] - saved <= self.limit:
-                    first = min(every, max(1, _blocks_for(most[count] - self.limit, saved, every)))
+                if self._peak(family, known, count, saved) <= self.limit:
+                    above = self._peak(family, known, count, 0) - self.limit
+                    first = min(every, max(1, _blocks_for(above, saved, every)))
                     own_ns = (again.least_ns - known.least_ns) // every
                     sent_ns = known.sent_ns(count) + (again.sent_ns(count) - known.sent_ns(count)) * first // every
-                    least_ns = known.least_ns + first * own_ns + round(sent_ns * EXPOSED)
-                    template = replace(family, recompute=kind, microbatches=count)
+                    least_ns = known.least_ns + first * own_ns + round(sent_ns * exposed)
+                    template = self._in(family, count, kind)
                     found.append(
                         _BlockRecomputation(
                             least_ns, template, groups, first, saved, own_ns, known.least_ns, known.sending_ns(count)
                         )
                     )
         return sorted(found, key=lambda recomputation: recomputation.least_ns)
+
+    def _peak(self, family: Template, known: KnownTemplate, count: int, saved: int) -> int:
+        """What is held at most, by estimate, in so many microbatches, where so much is not kept: what is, and a part of
+        it on top."""
+        played = self._peaks.get(self._in(family, count))
+        return round((known.usage(count) - saved) / USAGE_BELOW) if played is None else played - saved
 
     def _recomputed(self, recomputation: _BlockRecomputation) -> bool:
         """Whether a template fits so."""
@@ -381,7 +386,7 @@ class Family:
     def _fewest(self, recomputation: _BlockRecomputation) -> bool:
         """Computes again as few blocks as it takes to fit, if all do: each saves as much as the others."""
         place, every = self.place(recomputation.template), len(recomputation.groups)
-        plan, count, tried, best = place.placements.plan(_ANY, *_SOLVE), recomputation.first, set[int](), None
+        plan, count, tried, best = place.placements.plan(_ANY, *QUICK_SOLVE), recomputation.first, set[int](), None
         while count not in tried and len(tried) < TEMPLATE_TRIES:
             tried.add(count)
             plan = place.scored(replace(plan, recompute=joined(recomputation.groups[:count])))
@@ -411,13 +416,13 @@ class Family:
         if is_interrupted():
             return None
         try:
-            plan = _fitted(self.place(template), self.limit, beyond)
+            plan = fitted(self.place(template), self.limit, beyond)
         except AutoparError as error:
             if isinstance(error, InfeasibleError) and error.smallest_bytes:
                 self._peaks[template] = error.smallest_bytes
             self._refuse(template, str(error))
             return None
-        self._note(template, plan, str(template), self.place(template).placements.least_step_ns(*_SOLVE))
+        self._note(template, plan, str(template), self.place(template).placements.least_step_ns(*QUICK_SOLVE))
         self._steps[template] = plan.predicted.step_time_ns
         return plan
 
@@ -426,20 +431,35 @@ class Family:
 
     def _note(self, template: Template, plan: Plan, name: str, least_ns: int) -> None:
         told = plan.predicted
-        self._beyond.append(max(1.0, told.step_time_ns / least_ns))
-        self.found.append((name, self.place(template), plan))
+        self._beyond[template.ep, template.microbatches].append(max(1.0, told.step_time_ns / least_ns))
+        self.found.append((template, name, self.place(template), plan))
         self.best_ns = min(self.best_ns, told.step_time_ns)
+        self.known_ns = min(self.known_ns, told.step_time_ns)
         row = replace(_row(template, name), step_time_ns=told.step_time_ns, peak_bytes=told.peak_bytes)
         self.rows.append(row)
 
     # Places ----------------------------------------
 
     @cached_method
-    def parts(self, count: int) -> tuple[DividedGraph, DividedGraph, Incremental]:
-        """Of the whole graph, of the short one, and what plays plans of one microbatch."""
-        whole = divided(self.graph, self.blocks, count)
-        short = replace(divided(self.folded.graph, self.blocks, count), copies=self.folded.copies)
+    def parts(self, count: int, chunks: int = 1) -> tuple[DividedGraph, DividedGraph, Incremental]:
+        """Of the whole graph, of the short one, and what plays plans of one microbatch; in so many chunks."""
+        graphs = (self.graph, self.folded.graph)
+        given, folded = graphs if chunks == 1 else (in_chunks(graph, routed(graph), chunks) for graph in graphs)
+        whole = divided(given, self.blocks, count)
+        short = replace(divided(folded, self.blocks, count), copies=self.folded.copies)
         return whole, short, Incremental(whole.graph, self.shared)
+
+    @cached_method
+    def _chunks(self, one: Template) -> int:
+        """In how many chunks the tokens of a template, in so many microbatches, cost least."""
+        sharing, part = self._sharing(one), self.parts(one.microbatches)[1].graph
+        trains = self.request.mode == "train"
+        split = {name for name in DATA if name not in sharing}
+        per_node = self.request.mesh.devices_per_node
+        return chunks_where_shared(part, self._axes(one), sharing, split, per_node, self.shared, trains)
+
+    def _sharing(self, one: Template) -> tuple[str, ...]:
+        return expert_axes(self.request.mesh, one.dp, one.tp, one.cp, one.ep, one.exchange).sharing
 
     @cached_method
     def batch(self, count: int) -> dict[str, Type]:
@@ -455,11 +475,11 @@ class Family:
     @cached_method
     def place(self, template: Template) -> ShortPlace:
         one, axes = template, self._axes(template)
-        sharing = expert_axes(self.request.mesh, one.dp, one.tp, one.cp, one.ep, one.exchange).sharing
-        whole, short, simulator = self.parts(template.microbatches)
+        whole, short, simulator = self.parts(template.microbatches, template.exchange_chunks)
         rules = template_constraints(
             short.graph, axes, template.zero, template.sequence_parallel, self.paths, self.batch(template.microbatches),
-            positions(short.graph, self.blocks, template.cp), template.context, sharing, self.blocks,
+            positions(short.graph, self.blocks, template.cp), template.context, self._sharing(one),
+            self.blocks,
         )  # fmt: skip
         again = template_recompute(self.graph, self.paths, template.recompute)
         request = replace(self.request, constraints=(*rules, *self.request.constraints), recompute=again)
@@ -467,20 +487,32 @@ class Family:
         return ShortPlace(whole, axes, request, self.profile, strictly=strictly, short=short, simulator=simulator)
 
 
+class FoundTemplate(NamedTuple):
+    """One that fits, with its outline and plan, which is of the graph in its `exchange_chunks`; what names the plan,
+    and what counts the bytes that it sends."""
+
+    template: Template
+    outline: Outline
+    plan: Plan
+    made: Callable[[], Plan]
+    told: Callable[[Plan], Plan]
+
+
 def faster_templates(
     graph: Graph, plan: Plan | None, request: Request, experts: int = 0,
     likely_ns: float = math.inf, least_of_tp: Mapping[int, int] | None = None,
-) -> tuple[list[Tried], Iterator[tuple[Outline, Plan, Callable[[], Plan], Callable[[Plan], Plan]]]]:  # fmt: skip
+) -> tuple[list[Tried], Iterator[FoundTemplate]]:  # fmt: skip
     """Templates of a graph that may be faster than a plan, if there is one: a row of the report for each that is looked
-    at, and of those that fit the outline, the plan, what names it, and what counts the bytes that it sends. experts:
-    those whose ranks share as many at most, and no others. likely_ns, least_of_tp: see `Family`."""
+    at, and those that fit. experts: those whose ranks share as many at most, and no others. likely_ns, least_of_tp: see
+    `Family`."""
     family = Family(graph, plan, request, likely_ns, least_of_tp)
     if experts:
         family.look_at_experts(experts)
     else:
         family.look()
     found = (
-        (place.outline, plan, partial(named, name, plan), place.part.with_traffic) for name, place, plan in family.found
+        FoundTemplate(template, place.outline, plan, partial(named, name, plan), place.part.with_traffic)
+        for template, name, place, plan in family.found
     )
     return family.rows, found
 
@@ -488,56 +520,6 @@ def faster_templates(
 def named(name: str, plan: Plan) -> Plan:
     """A template as a plan for the step, which says what it is."""
     return replace(plan, search=replace(plan.search, method=f"template {name}: {plan.search.method}"))
-
-
-class _KnownTemplate:
-    """What is known of a template in any number of microbatches from one, in which ZeRO is 3: what all of these save
-    together is parted among them.
-
-    least_ns: what a step takes at least.
-    """
-
-    def __init__(self, place: ShortPlace) -> None:
-        self.place, self.least_ns = place, place.placements.least_step_ns(*_SOLVE)
-
-    def sent_ns(self, microbatches: int) -> int:
-        """What gathering and reducing what is stored takes a step, with each microbatch anew: as ZeRO-3 does."""
-        placements = self.place.placements
-        sent = placements.unlimited(*_SOLVE).cost % SOFT_PENALTY_NS - self.least_ns
-        return sent * microbatches // self.place.part.microbatches
-
-    def sending_ns(self, microbatches: int) -> int:
-        """What a step takes at least for that: links inside a node and between nodes are busy at the same time."""
-        return self.sent_ns(microbatches) // 2
-
-    def usage(self, microbatches: int) -> int:
-        """Estimated bytes a device of the fastest placements."""
-        placements = self.place.placements
-        return self._in(microbatches, *placements.usage_of(placements.unlimited(*_SOLVE).choice))
-
-    def inside(self, modules: Sequence[str]) -> int:
-        """What operators inside of modules save, in all microbatches together."""
-        built, graph = self.place.placements.built, self.place.short.graph
-        choice = self.place.placements.unlimited(*_SOLVE).choice
-        sizes = (
-            int(usage[option])
-            for usage, option, variable in zip(built.problem.usages, choice, built.variables, strict=True)
-            if variable.kind == "node" and is_inside(graph.node_by_name[variable.name].scope.module, modules)
-        )
-        return sum(sizes) * self.place.part.microbatches
-
-    def needs(self, microbatches: int) -> int:
-        """Bytes a device at least."""
-        usage = self.usage(microbatches)
-        return usage if usage <= self.place.placements.draft.memory_limit else self._in(microbatches, *self._least)
-
-    def _in(self, microbatches: int, stored: int, saved: int) -> int:
-        return stored + saved * self.place.part.microbatches // microbatches
-
-    @cached_property
-    def _least(self) -> tuple[int, int]:
-        least = self.place.placements.least_memory(*_SOLVE[:2])
-        return least.stored_bytes, least.usage_bytes - least.stored_bytes
 
 
 def _first_of(counts: Sequence[int]) -> int:
@@ -548,25 +530,6 @@ def _first_of(counts: Sequence[int]) -> int:
 def _blocks_for(size: int, saved: int, every: int) -> int:
     """How many of all blocks, which save so much together, save at least a size; of what may be kept, at most."""
     return -(-size * every // max(1, saved))
-
-
-def _fitted(place: ShortPlace, limit: int, beyond: int | None) -> Plan:
-    """The fastest placements that fit when they are played, in a few tries. Raises InfeasibleError naming their peak.
-
-    beyond: by how much peaks are above the usage of placements, if that is known.
-    """
-    usage, peak = place.placements.unlimited(*_SOLVE).peak_usage, 0
-    asked = min(usage, int(limit * USAGE_ABOVE) if beyond is None else int(limit * USAGE_NEAR) - beyond)
-    for _ in range(TEMPLATE_TRIES):
-        if asked < usage and asked < place.placements.least_memory(*_SOLVE[:2]).usage_bytes:
-            break
-        plan = place.within(asked, _SOLVE[0])
-        if plan.predicted.peak_bytes <= limit:
-            return plan
-        peak = peak or plan.predicted.peak_bytes
-        asked -= plan.predicted.peak_bytes - limit
-    told = f"needs {peak:,} bytes a device" if peak else f"needs {usage + (beyond or 0):,} bytes a device by estimate"
-    raise InfeasibleError(told, peak or None)
 
 
 def _row(template: Template, name: str) -> Tried:

@@ -252,6 +252,10 @@ that gather much are solved for nothing; at 1.05, one that wins without gatherin
 ALIKE = 1.03
 """Where a template is likely to take so many times the best step, it does so with the sequence split, too, and among
 more ranks."""
+INSTEAD_AGAIN = 1.25
+"""Where a template that fits in several microbatches takes so many times its least, as each of them gathers, fewer are
+looked at with blocks computed again. At 1.1, templates are played that compute more than they spare; at 1.5, what
+gathers a third of its time stays as it is."""
 MOST_AXES = 2
 """Of templates whose ranks share experts: a third makes a problem take ten times as long, 4 s for two layers."""
 USAGE_ABOVE = 1.15

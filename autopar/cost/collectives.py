@@ -10,7 +10,7 @@ Byte conventions are those of `ir.redistribution.transfer_bytes`.
 | all_gather, reduce_scatter | ring σ + (p−1)α + (p−1)/p·bβ + bγ/2; hierarchical |
 | all_to_all     | pairwise σ + (p−1)α + (p−1)/p·bβ; Bruck σ + ⌈log₂p⌉α + ⌈log₂p⌉/2·bβ; two-level |
 | servers        | a sum over spare hosts: `cost.servers` |
-| ring           | what goes to the next rank, in p−1 messages one after another: of each σ + α + b/(p−1)·β |
+| ring           | to the next rank in k messages, p−1 or as far as a window reaches: of each σ + α + b/k·β |
 | send           | σ + α + bβ; k messages to several ranks σ + kα + bβ |
 
 Inside a node, where groups of other sizes were measured, those of next fewer and next more ranks count instead of a

@@ -20,13 +20,15 @@ from autopar.cost.profile import Profile
 from autopar.ir.exchange_table import FLAT, TWO_LEVEL, ExchangeTable, ExchangeWay
 from autopar.ir.graph import BY_LOAD, EXPECTED, REPLICAS, Graph, Node
 from autopar.ir.mesh import LogicalMesh, Mesh
-from autopar.ir.placement import Placement, local_shape
+from autopar.ir.placement import Placement, R, S, local_shape
 from autopar.ir.plan import Plan
 from autopar.ir.routing import BALANCED, P99, Routing
+from autopar.ops.call import call_of
 from autopar.ops.communication import inner_communication, worked_shapes
-from autopar.ops.experts import ROUTED_EXPERTS, are_neighbours, exchanged_over
+from autopar.ops.experts import ROUTED_EXPERTS, are_neighbours, exchanged_over, routed_experts
 from autopar.ops.loads import quantiles
 from autopar.ops.lookup import call_key
+from autopar.ops.notation import AxisRule
 from autopar.ops.replicas import replicas_of
 from autopar.tunables import EXCHANGE_GAIN
 
@@ -184,6 +186,38 @@ def prices_in_chunks(placed: Collection[PlacedExperts]) -> dict[int, int]:
         chunks: sum(count[key] * one.price_ns(rows[key], one.along_axes, chunks) for key, one in alike.items())
         for chunks in CHUNKS
     }  # fmt: skip
+
+
+def chunks_where_shared(
+    part: Graph, axes: LogicalMesh, sharing: Collection[str], split: Collection[str], devices_per_node: int,
+    profile: Profile, trains: bool,
+) -> int:  # fmt: skip
+    """The number of chunks in which tokens travel in least time where ranks of the axes with these names share the
+    experts; they and those of axes in `split` have tokens of their own. part: the graph of one microbatch."""
+    placed = [
+        PlacedExperts(
+            part, node, *_where_shared(part, node, axes, sharing, split), axes, devices_per_node, profile, trains
+        )
+        for node in part.nodes
+        if node.op == ROUTED_EXPERTS
+    ]
+    if not placed or not all(one.can_choose for one in placed):
+        return 1
+    prices = prices_in_chunks(placed)
+    return min(prices, key=prices.__getitem__)
+
+
+def _where_shared(
+    part: Graph, node: Node, axes: LogicalMesh, sharing: Collection[str], split: Collection[str]
+) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+    """Placements of operands and results; along other axes hidden values are split, where they can be."""
+    count = len(node.operands)
+    rules = [rule for rule in routed_experts(call_of(part, node)) if rule.operands[0] == R != rule.operands[3] != S(0)]
+    inside = rules[0] if rules else AxisRule((R,) * count, (R,))
+    exchanging, own = (AxisRule((S(0),) * 3 + (one,) * (count - 3), (S(0),)) for one in (S(0), R))
+    of_axis = [exchanging if a.name in sharing else own if a.name in split else inside for a in axes]
+    operands = tuple(tuple(rule.operands[position] for rule in of_axis) for position in range(count))
+    return operands, (tuple(rule.results[0] for rule in of_axis),)
 
 
 def cheapest_replicas(placed: Collection[PlacedExperts]) -> int:

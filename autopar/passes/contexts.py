@@ -77,7 +77,7 @@ class _Templates:
         for family, steps in self.families.values():
             self.context.rows += family.rows
             asked = Candidate(GraphCandidate(family.graph, steps, 0))
-            for name, place, plan in family.found:
+            for _, name, place, plan in family.found:
                 yield of_plan(asked, place.outline, plan, partial(named, name, plan), place.part.with_traffic)
 
     def _beside(self, tp: int, among: int) -> float:

@@ -17,7 +17,6 @@ from functools import partial
 
 from autopar.clock import is_interrupted
 from autopar.cost.exchanges import (
-    REPLICATED,
     PlacedExperts,
     beyond_mean_ns,
     cheapest_replicas,
@@ -28,23 +27,20 @@ from autopar.cost.exchanges import (
 from autopar.cost.slices import PlacedSlices, gain_by_load_ns, sliced_tables
 from autopar.driver import Candidate, Context, Front, of_plan, outline_of
 from autopar.errors import AutoparError
-from autopar.families import faster_templates
 from autopar.ir.exchange_table import MOST_CHUNKS, ExchangeTable, ExchangeWay
-from autopar.ir.graph import EXPECTED, Graph
+from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Substitution
-from autopar.ir.routing import BALANCED, Routing
 from autopar.ir.slice_table import SliceTable
 from autopar.microbatch import divided_graph
-from autopar.ops.experts import ROUTED_EXPERTS, exchanged_over
-from autopar.ops.loads import busiest
+from autopar.ops.experts import exchanged_over
 from autopar.ops.replicas import replicas_of
 from autopar.ops.sliced import slice_table_of
-from autopar.passes.template import is_open
+from autopar.passes.shared_experts import templates_with_experts
+from autopar.passes.template import bounds_stages, is_open
 from autopar.rewrites import by_load, by_slices, in_chunks, with_replicas
 from autopar.simulate import Timeline, predict, simulate, traffic, traffic_by_submesh
 from autopar.substitute import GraphCandidate, exchanges
 from autopar.substitute.backtracking import RESOLUTION
-from autopar.tunables import REPLICA_GAIN
 
 FIXED_WAY = (exchanges.LOAD_RULE, exchanges.REPLICA_RULE)
 """What a plan has that is not to be exchanged by load, or that already is."""
@@ -54,45 +50,11 @@ BY_LOAD_RULES = (exchanges.LOAD_RULE, exchanges.SLICE_RULE)
 
 
 def experts(front: Front, context: Context) -> Iterator[Candidate]:
-    """Templates of the model's own graph whose ranks share the experts, where constraints leave them open."""
-    given = front.given.graph
-    fewest = min((int(node.args[7]) for node in given.nodes if node.op == ROUTED_EXPERTS), default=0)
-    if front.round > 1 or not fewest or not is_open(context.request):
-        return
-    best = front.best_of(front.given)
-    plan = None if best is None else best.plan
-    rows, found = faster_templates(given, plan, context.request, experts=fewest)
-    context.rows += rows
-    yield from (of_plan(front.given, *one) for one in found)
-    replicas = likely_replicas(given, context.request.mesh.devices_per_node)
-    if replicas and not is_interrupted():
-        graph, steps = with_replicas(given, replicas)
-        rows, found = faster_templates(graph, plan, context.request, experts=fewest)
-        context.rows += rows
-        asked = Candidate(GraphCandidate(graph, steps, 0))
-        yield from (of_plan(asked, *one) for one in found)
-
-
-def likely_replicas(graph: Graph, ranks: int) -> int:
-    """Of how many experts replicas are likely to gain where so many ranks share them: one more, as long as that takes
-    from the busiest rank's rows a good part at the 99th percentile. None where all are about as busy."""
-    nodes = [node for node in graph.nodes if node.op == ROUTED_EXPERTS]
-    fewest = min(nodes, key=lambda node: int(node.args[7]))
-    routing, num_experts = Routing.parse(dict(fewest.kwargs).get(EXPECTED, "")), int(fewest.args[7])
-    if routing.kind == BALANCED or ranks < 2:
-        return 0
-    tokens, choices = graph.tensors[fewest.operands[1]].shape
-
-    def busiest_rows(replicas: int) -> float:
-        return busiest(routing, tokens, choices, num_experts, ranks, replicas).p99
-
-    found, rows = 0, busiest_rows(0)
-    for replicas in (number for number in REPLICATED if 2 * number <= num_experts):
-        fewer = busiest_rows(replicas)
-        if fewer > (1 - REPLICA_GAIN) * rows:
-            break
-        found, rows = replicas, fewer
-    return found
+    """Templates of the model's own graph whose ranks share the experts, where constraints leave them open; on many
+    devices they came first (`template.outset`)."""
+    if front.round <= 1 and is_open(context.request) and not bounds_stages(context):
+        best = front.best_of(front.given)
+        yield from templates_with_experts(front.given, context, None if best is None else best.plan)
 
 
 def exchange(front: Front, context: Context) -> Iterator[Candidate]:

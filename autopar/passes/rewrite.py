@@ -122,7 +122,7 @@ def _row(entry: Candidate, taken: Candidate, given_ns: int) -> GraphPlan:
     mesh = sizes_text(outline.axes) if outline and is_alike else ""
     counts = (outline.num_submeshes, outline.microbatches) if outline and is_alike else (0, 0)
     step_ns = None if entry.made is None else round(entry.step_ns)
-    one_device_ns = variant.cost_ns if variant.steps else given_ns
+    one_device_ns = variant.cost_ns if _asked(entry).variant.steps else given_ns
     return GraphPlan(rule_counts(variant.steps), one_device_ns, mesh, *counts, step_ns, _outcome(entry, taken))
 
 

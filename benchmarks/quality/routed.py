@@ -24,6 +24,7 @@ import torch
 import transformers
 
 import autopar
+from autopar.rewrites import with_causal_attention
 from autopar.trace import trace
 from benchmarks.facts import facts, profile_told
 from benchmarks.quality.experts.best import best_of
@@ -135,7 +136,8 @@ def main() -> int:
     print(json.dumps(told), flush=True)
     found_ns = round(told["plan"]["step_ms"] * 1e6)
     if not options.no_grid:
-        graph = trace(model, batch, compute_dtype=torch.bfloat16)
+        traced = trace(model, batch, compute_dtype=torch.bfloat16)
+        graph, _ = with_causal_attention(traced, ())  # as `template_plan` has it
         told["grid"] = best_of(Players(graph, mesh, grid(row)), grid(row), options.within * found_ns)
         print(json.dumps(told["grid"], indent=1))
     if options.output:

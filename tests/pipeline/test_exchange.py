@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -21,11 +21,12 @@ from autopar.ir.exchange_table import ExchangeTable
 from autopar.ir.graph import Graph
 from autopar.microbatch import check_plan
 from autopar.ops.experts import ROUTED_EXPERTS, table_of, with_routing
-from autopar.passes.exchange import adapt, exchange, exchanges_tokens, likely_replicas, replicate
+from autopar.passes.exchange import adapt, exchange, exchanges_tokens, experts, replicate
+from autopar.passes.shared_experts import likely_replicas
 from autopar.profiler import profiles_of
 from autopar.quantiles import with_p99
 from autopar.request import Request, budget_of
-from autopar.rewrites import graph_of, with_slices
+from autopar.rewrites import graph_of, in_chunks, with_slices
 from autopar.trace import trace
 
 MESH = autopar.Mesh("v100", nodes=2, devices_per_node=4)
@@ -89,14 +90,36 @@ def test_where_no_token_travels_nothing_is_cut() -> None:
 
 
 def test_templates_that_share_experts_are_played() -> None:
-    """Those of a node, of all nodes at once, and in two levels."""
+    """Those of a node, of all nodes at once, and in two levels; each in the number of chunks that is fastest, of which
+    it is the plan that one line makes."""
     rows, found = faster_templates(graph(), None, request(), experts=16)
     looked = {row.template for row in rows if row.template}
     assert any("ep=4" in name for name in looked) and any("exchange=two-level" in name for name in looked)
-    for _, plan, made, told in found:
-        stated = told(made())
-        check_plan(graph(), stated)
-        assert exchanges_tokens(graph(), plan) and stated.predicted.comm_bytes["exchange"] > 0
+    cut = 0
+    for one in found:
+        own, stated = in_chunks(graph(), one.template.exchange_chunks)[0], one.told(one.made())
+        check_plan(own, stated)
+        assert exchanges_tokens(own, one.plan) and stated.predicted.comm_bytes["exchange"] > 0
+        asked = {item.name: getattr(one.template, item.name) for item in fields(one.template)} | {"hsdp": 1}
+        by_hand = {n: template_of_graph(graph(), MESH, **asked | {"exchange_chunks": n}) for n in (1, 2, 4, 8)}
+        steps = {n: plan.predicted.step_time_ns for n, plan in by_hand.items()}
+        assert one.plan.predicted.step_time_ns == steps[one.template.exchange_chunks] == min(steps.values())
+        assert stated.predicted.comm_bytes == by_hand[one.template.exchange_chunks].predicted.comm_bytes
+        cut += one.template.exchange_chunks > 1
+    assert cut
+
+
+def test_a_search_takes_a_template_in_chunks_as_its_own() -> None:
+    """Well typed, and replayed from its file; it is not cut twice."""
+    front = Front(graph())
+    found = [*experts(front, Context(request()))]
+    for one in found:
+        front.add(one, "experts")
+    best = front.best
+    assert best is not None and chunks_of(best.graph) > 1
+    plan = replace(best.plan, substitutions=best.variant.steps)
+    check_plan(graph_of(autopar.Plan.from_json(plan.to_json()), graph()), plan)
+    assert not [*exchange(front, Context(request()))]
 
 
 # Replicas ----------------------------------------

@@ -179,6 +179,20 @@ def test_as_few_blocks_as_fit_are_computed_again(deep: Graph) -> None:
     assert "blocks" in found.search.method
 
 
+def test_all_blocks_computed_again_fit_though_many_times_the_memory_does_not() -> None:
+    """What is not kept asks for nothing on top: a tenth of it would be more than there is."""
+    config = replace(CONFIG, num_layers=24, seq_len=512, batch_size=32)
+    with torch.device("meta"):
+        large = trace(llama.build(config), llama.example_inputs(config))
+    apart = autopar.Mesh("h100", nodes=4, devices_per_node=1)
+    every = template_of_graph(large, apart, dp=4, zero=3, recompute="full")
+    limit = every.predicted.peak_bytes * 11 // 10
+    assert template_of_graph(large, apart, dp=4, zero=3).predicted.peak_bytes > 6 * limit
+    slow = replace(every, predicted=replace(every.predicted, step_time_ns=10**12))
+    found = with_templates(large, slow, replace(request(Constraint("*", microbatches=1), limit=limit), mesh=apart))
+    assert found.predicted.step_time_ns <= every.predicted.step_time_ns
+
+
 @pytest.mark.parametrize(
     ("zero", "tp", "sequence_parallel"), [(0, 1, False), (3, 1, False), (1, 2, True), (3, 2, False)]
 )
