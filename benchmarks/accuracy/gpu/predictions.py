@@ -145,6 +145,7 @@ def overlap_of(row: Row, software: Software) -> Overlap:
         sums, software.cuts_activations, casts=False, adds=not software.adds_in_products,
         balances=software.context != "ring", queues_apart=software.queues_apart,
         bucket_bytes=software.bucket_bytes(row.dp * row.cp),
+        splits_products=software.splits_products and row.sequence_parallel and row.tp > 1,
     )  # fmt: skip
 
 

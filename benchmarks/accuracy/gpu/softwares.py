@@ -31,8 +31,8 @@ class Software:
     `autopar.simulate.Overlap`. bucket_elements: of gradients that travel together, the most of a few ranks, and each
     rank's share of the most of many (`bucket_bytes`); zeros: as emitted programs pack them. pinned: of what
     collectives along tensor parallelism read and wrote (`memory.sent_ahead_bytes`), the part whose memory cannot be
-    used again yet; pinned_spread: standard deviation of measured over predicted of that. cuts_activations: as in
-    `autopar.simulate.Overlap`.
+    used again yet; pinned_spread: standard deviation of measured over predicted of that. cuts_activations,
+    splits_products: as in `autopar.simulate.Overlap`.
     attention: its kernel, where that is not the newest that the device's profile knows ("flash2"). context: how
     attention runs over sequences that are split, as `template_plan` calls it. regathers: the norms of a layer after
     which sequence parallelism gathers, and gathers again in the backward pass. wraps_layers: ZeRO gathers each
@@ -56,6 +56,7 @@ class Software:
     pinned: float
     pinned_spread: float
     cuts_activations: bool
+    splits_products: bool
     attention: str
     context: str
     regathers: tuple[str, ...]
