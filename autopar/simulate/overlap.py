@@ -43,9 +43,6 @@ class Overlap(NamedTuple):
     parameters queue by themselves on a level of links, as communicators of their own do, so that what stops a rank does
     not wait behind them; the time in which both are under way is not told. bucket_bytes: of gradients or parameters
     that travel together at most, the large ones too (Megatron-LM's flat buffers); 0 packs as emitted programs do.
-    splits_products: linear layers under sequence parallelism are asynchronous, as nanotron's: a rank's own rows are
-    multiplied while the others' are gathered, what is gathered again for the gradient of the weights comes beside the
-    product that makes the gradient of the input, and that gradient is reduced beside the product of the weights'.
     """
 
     sums: Sums = Sums.EARLY
@@ -55,7 +52,6 @@ class Overlap(NamedTuple):
     balances: bool = True
     queues_apart: bool = False
     bucket_bytes: int = 0
-    splits_products: bool = False
 
     @property
     def packing(self) -> BucketSizes:

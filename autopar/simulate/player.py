@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import zip_longest
-from typing import NamedTuple
 
 from autopar.cost import Profile
 from autopar.cost.compute import copy_time_ns
@@ -53,21 +52,6 @@ from autopar.simulate.sharing import Share
 BEGUN = "begun"  # marks a bucket that another part has begun, in the name of what is sent
 IN_CHUNKS = ("all_gather", "reduce_scatter")  # collectives that products can be computed beside, chunk by chunk
 ROOT = 0  # the unit of parameters that belong to no block
-
-
-class Rows(NamedTuple):
-    """A value that ranks gather: of so many, and the tasks that make the rank's own rows."""
-
-    num_ranks: int
-    before: tuple[int, ...]
-
-
-class Left(NamedTuple):
-    """What is left of a linear layer's backward pass: the product for its weights, after the first task."""
-
-    step: BackwardStep
-    duration_ns: int
-    first: int
 
 
 class Player:
@@ -106,9 +90,6 @@ class Player:
             unit: sum(len(bucket.slots) for bucket in buckets) for unit, buckets in self.orders.gathers.items()
         }
         self._awaited: list[int] = []  # tasks that compute waits for before it goes on
-        self._asked: list[int] = []  # tasks that the next product of gradients of weights waits for
-        self._rows: dict[int, Rows] = {}  # by a value, what is under way of it or of its gradient
-        self._left: Left | None = None
         self._home: list[int] = []
         self._gradients: dict[int, list[int]] = defaultdict(list)  # value -> the tasks that contribute to it
         self._arrivals: Sequence[tuple[int, int]] = ()  # of shards of other parts in each share: new bytes, added ones
@@ -158,7 +139,7 @@ class Player:
         if calls:
             self._fetch_back(calls[0])
         later = {unit for units in direction.entered.values() for unit in units}
-        for step, following in zip_longest(direction.steps, direction.steps[1:]):
+        for step in direction.steps:
             for unit in direction.entered.get(step.number, ()):
                 later.discard(unit)
                 if unit not in again:
@@ -172,11 +153,7 @@ class Player:
                 if before is not None:
                     self._fetch_back(before)
                 self._awaited.append(self._fetched[call.last])
-            halved, self._left = self._left, None
-            self._run_backward(step, self._is_halved(step, following))
-            if halved is not None:
-                self._run_left(halved)
-        self._awaited, self._asked = [*self._awaited, *self._asked], []
+            self._run_backward(step)
 
     # Copies to the host and back ----------------------------------------
 
@@ -226,10 +203,8 @@ class Player:
         if item.forward:
             handled = [self._compute(item.name, kind, item.forward_ns, after)] if item.forward_ns else after
             first, last = self._transmit(item.name, "activation", item.forward, handled)
-            self._note_rows(item.forward, item.outputs, handled)
         else:
-            own = self._own_rows(item, kind, item.forward_ns, item.inputs)
-            first = last = self._compute(item.name, kind, item.forward_ns - own, after, item.issue_ns[0])
+            first = last = self._compute(item.name, kind, item.forward_ns, after, item.issue_ns[0])
         if item.inner:
             last = self._send_inside(item, last)
         for value in item.outputs:
@@ -237,48 +212,8 @@ class Player:
         self.engine.change(first, last, memory.taken.get(number, 0), memory.given.get(number, 0), "activations")
         return last
 
-    # Asynchronous linear layers (`Overlap.splits_products`) ----------------------------------------
-
-    def _note_rows(self, sent: Sequence[Transmission], values: Iterable[int], before: Sequence[int]) -> None:
-        if self.overlap.splits_products and [one.collective for one in sent] == ["all_gather"]:
-            self._rows.update((value, Rows(sent[0].num_ranks, tuple(before))) for value in values)
-
-    def _own_rows(self, item: Item, kind: str, product_ns: int, values: Iterable[int]) -> int:
-        """Multiplies the rank's own rows while the others' of these values are under way; how long that takes."""
-        rows = next((self._rows.pop(value) for value in values if value in self._rows), None)
-        if rows is None or not any(value in self._number for value in item.inputs):
-            return 0
-        own = product_ns // rows.num_ranks
-        self._compute(item.name, kind, own, rows.before)
-        return own
-
-    def _is_halved(self, step: BackwardStep, following: BackwardStep | None) -> bool:
-        """Whether a product's gradient of the input is sent right behind it, which goes beside the other product."""
-        if not self.overlap.splits_products or following is None or not step.slots or step.item.backward:
-            return False
-        collectives = [sent.collective for sent in following.item.backward]
-        return collectives == ["reduce_scatter"] and any(value in step.wanting for value in following.item.outputs)
-
-    def _run_left(self, left: Left) -> None:
-        """The product that makes the gradient of the weights."""
-        step, asked, self._asked = left.step, self._asked, []
-        last = self._compute(step.item.name, self._kind.name, left.duration_ns, [left.first, *asked])
-        self._note_backward(step, step.slots, left.first, last)
-
-    def _note_backward(self, step: BackwardStep, values: Iterable[int], first: int, last: int) -> None:
-        """An item's gradients are made. values: those that the last task makes."""
-        for value in values:
-            self._gradients[value].append(last)
-        self.engine.change(first, last, step.taken[0], step.given[0], "activations")
-        self.engine.change(first, last, step.taken[1], step.given[1], "activation gradients")
-        if step.ends:
-            self._run_gradients(step.number, first, last)
-
-    # Backward ----------------------------------------
-
-    def _run_backward(self, step: BackwardStep, is_halved: bool = False) -> None:
-        """is_halved: of a product, that of the gradient of the weights is left for later (`_run_left`)."""
-        gradients, ready, kind, item = self._gradients, self._ready, self._kind, step.item
+    def _run_backward(self, step: BackwardStep) -> None:
+        gradients, ready, engine, kind, item = self._gradients, self._ready, self.engine, self._kind, step.item
         after = [task for value in item.outputs if value in gradients for task in gradients[value]]
         if item.inner:  # what it sent in the forward pass may be under way still
             after += [ready[value] for value in item.outputs if value in ready]
@@ -286,25 +221,18 @@ class Player:
         if item.backward:
             handled = [self._compute(item.name, kind.name, own, after)] if own else after
             first, last = self._transmit(item.name, "activation", item.backward, handled)
-            self._note_rows(item.backward, step.wanting, handled)
         else:
             if step.slots:
                 after += [ready[value] for value in step.slots if value in ready]
-            of_input = step.own_ns // 2
-            done = self._own_rows(item, kind.name, of_input, item.outputs)
-            if is_halved:
-                first = self._compute(item.name, kind.name, of_input - done, after, step.issue_ns)
-                for value in step.wanting:
-                    if value not in step.slots:
-                        gradients[value].append(first)
-                self._left = Left(step, own - of_input, first)
-                return
-            if self._asked:
-                after, self._asked = [*after, *self._asked], []
-            first = last = self._compute(item.name, kind.name, own - done, after, step.issue_ns)
+            first = last = self._compute(item.name, kind.name, own, after, step.issue_ns)
         if step.inner:
             _, last = self._transmit(item.name, "operator", self.overlap.inside(step.inner), [last])
-        self._note_backward(step, step.wanting, first, last)
+        for value in step.wanting:
+            gradients[value].append(last)
+        engine.change(first, last, step.taken[0], step.given[0], "activations")
+        engine.change(first, last, step.taken[1], step.given[1], "activation gradients")
+        if step.ends:
+            self._run_gradients(step.number, first, last)
 
     def _kept_ns(self, step: BackwardStep) -> int:
         """Adding gradients to those of earlier microbatches, where no product does."""
@@ -365,7 +293,7 @@ class Player:
         """What it sends is there before the backward pass goes on, which asked for it."""
         last = self._run(number, item, "recompute", self.lifetimes.recompute)
         if item.forward:
-            (self._asked if self.overlap.splits_products else self._awaited).append(last)
+            self._awaited.append(last)
 
     def _compute(self, name: str, kind: str, duration_ns: int, after: Iterable[int], issue_ns: int = 0) -> int:
         if self._awaited:
