@@ -1,14 +1,17 @@
-"""Rows of tables that say what no measurement is: none ends the others, and no prediction leaves what devices can do."""
+"""Rows of tables that say what no measurement is, and shapes beyond any table: what is said stays what devices can do."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from autopar.cost import Profile
 from autopar.cost.compute import node_time_ns
+from autopar.ir.graph import Tensor
 from autopar.profiler import load_profile, profile_names
 from autopar.profiler.published.cases import LINEAR, cases_of
 from autopar.profiler.published.measurements import read_measurements
@@ -61,7 +64,8 @@ def test_odd_rows_of_collectives_are_left_out(tmp_path: Path) -> None:
     assert [row.op for row in rows] == ["all_reduce", "barrier"]
     (made,) = shipped_predictions(rows)
     assert made.time_ns > 0
-    assert shipped_names("B300-SXM6") == ("b300",) and not shipped_names("A100-PCIe-80GB")
+    assert shipped_names("B300-SXM6") == ("b300",)
+    assert not shipped_names("A100-PCIe-80GB")
 
 
 # Physical bounds ----------------------------------------
@@ -80,13 +84,11 @@ def test_products_grow_with_their_rows_and_stay_below_the_peak(name: str) -> Non
         peak = profile.peak_flops(dtype)
         for n, k in ((64, 64), (4096, 4096), (131072, 4096)):
             times = [_product_ns(profile, dtype, m, n, k) for m in (16, 64, 1024, 16384, 262144, 1 << 20)]
-            assert all(later > 0.8 * earlier for earlier, later in zip(times, times[1:], strict=False)), (n, k, times)
+            assert all(later > 0.8 * earlier for earlier, later in itertools.pairwise(times)), (n, k, times)
             assert times[-1] >= 0.99 * 2e9 * (1 << 20) * n * k / peak
             assert n > 64 or times[0] < 1e5, "of a tile"
 
 
-def _product_ns(profile: object, dtype: str, m: int, n: int, k: int) -> int:
-    from autopar.ir.graph import Tensor
-
+def _product_ns(profile: Profile, dtype: str, m: int, n: int, k: int) -> int:
     tensors = {value: Tensor(value, (1,), dtype, True) for value in ("x", "w", "y")}
-    return node_time_ns(LINEAR, ((m, k), (n, k)), ((m, n),), tensors, profile)[0]  # type: ignore[arg-type]
+    return node_time_ns(LINEAR, ((m, k), (n, k)), ((m, n),), tensors, profile)[0]

@@ -60,8 +60,8 @@ def four_fifths(shape: Shape) -> bool:
 
 
 def shape_of(row: Row, columns: Iterable[str]) -> Shape:
-    """Of these columns. Raises ValueError for what is no whole number, or one below zero, and KeyError for a column that
-    is not there."""
+    """Of these columns. Raises ValueError for what is no whole number or below zero, KeyError for a column that is not
+    there."""
     return tuple(_count(row[column], column) for column in columns)
 
 

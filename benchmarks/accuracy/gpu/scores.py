@@ -138,8 +138,8 @@ def regret(items: Sequence[Predicted], resolution: float | None = None) -> float
 
 def taken(items: Sequence[Predicted], resolution: float) -> Predicted:
     """The plan that one takes: of those that are not said to be tight, while there are any, and that the profile cannot
-    tell from the one expected to be fastest, the one with the fewest turns; of equal ones the fastest. Expected is what is
-    predicted and what a software's runs are held up for on so many nodes.
+    tell from the one expected to be fastest, the one with the fewest turns; of equal ones the fastest. Expected is what
+    is predicted and what a software's runs are held up for on so many nodes.
 
     What is in no prediction (a slow rank, a link that is shared, a host that has something else to do) holds up a turn
     of all ranks, so fewer turns are safer where predictions do not say more.
