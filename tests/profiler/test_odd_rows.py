@@ -1,4 +1,4 @@
-"""Rows of tables that say what no measurement is, and shapes beyond any table: what is said stays what devices can do."""
+"""Rows that say what no measurement is, and shapes beyond any table: what is predicted stays what devices can do."""
 
 from __future__ import annotations
 

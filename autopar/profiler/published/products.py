@@ -138,7 +138,7 @@ def _scattered(points: Points, facts: Facts, provenance: Provenance) -> Table:
 
 
 def bounded_ns(times: Array, least: Array) -> Array:
-    """Times on a grid where none is above that of a larger product (which computes a smaller one as well), nor below the
+    """Times on a grid where none is above that of a larger product, which computes a smaller one as well, nor below the
     least: a fit that is drawn on beyond its points knows neither."""
     found = times
     for axis in range(found.ndim):
