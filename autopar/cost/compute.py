@@ -360,6 +360,9 @@ def _kernels_ns(
     if not all(kernel.is_inside for kernel in found):
         reach = min(kernel.reach for kernel in found)
         computed = max(computed, work.num_bytes * 1e9 / profile.facts.memory_bandwidth / reach)
+        if profile.device_type == "cuda":  # a table drawn on must not end beyond the device's peak
+            flops = sum(kernel.repeats * kernel.flops for kernel in found)
+            computed = max(computed, flops * 1e9 / profile.peak_flops(dtype))
     return calls * _call_ns(caller, direction, profile) + round(computed) + summed + copied
 
 

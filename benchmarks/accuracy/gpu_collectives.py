@@ -49,6 +49,7 @@ from autopar.profiler.published.collectives import (
 from autopar.profiler.published.measurements import Measurement, read_measurements
 from autopar.profiler.published.networks import fitted_network
 from autopar.profiler.text import profile_text
+from benchmarks.accuracy.gpu.plans import own_names
 
 HERE = Path(__file__).parent
 PROFILES = HERE.parents[1] / "cost_profiles"
@@ -77,6 +78,7 @@ BY_NCCL = ("A100-SXM4-80GB", "H100-SXM5-80GB")  # and measured in other ways bes
 STAND_INS = {
     "L40S": ("RTX-PRO-6000", 2.0, "as RTX PRO 6000, on PCIe 4.0 x16 instead of 5.0 x16, which has twice the rate"),
 }
+KNOWN = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 LEAST, MOST = 64 << 10, 1 << 30
 CLASSES = ((0, "below 64 KiB"), (LEAST, "64 KiB to 1 MiB"), (1 << 20, "1 to 32 MiB"), (32 << 20, "from 32 MiB"))
 TARGETS = {"median": 0.05, "p90": 0.15}
@@ -98,8 +100,8 @@ class Prediction(NamedTuple):
 
 def shipped_predictions(rows: Iterable[Measurement]) -> list[Prediction]:
     """Those of the shipped profiles, for the rows of their GPUs, whose names a table may use, too."""
-    names = SHIPPED | {name: name for name in SHIPPED.values()}
-    profiles = {gpu: load_profile(name) for gpu, name in names.items() if _is_shipped(name)}
+    rows = [row for row in rows if row.op in KNOWN]
+    profiles = {gpu: load_profile(name) for gpu in {row.gpu for row in rows} for name in shipped_names(gpu)}
     known = [row for row in rows if row.gpu in profiles]
     releases = {(row.gpu, row.library) for row in known}
     under = {key: profiles[key[0]].with_library(key[1]) for key in releases}
@@ -109,6 +111,12 @@ def shipped_predictions(rows: Iterable[Measurement]) -> list[Prediction]:
         for row in rows
         if row.gpu in profiles and row.nodes > 1 and (profile := _on_network(row, profiles[row.gpu]))
     ]
+
+
+def shipped_names(gpu: str) -> tuple[str, ...]:
+    """The shipped profile of a GPU, by its name in the tables, a profile's, or one of its form and memory; or none."""
+    name = SHIPPED.get(gpu, "")
+    return (name,) if name and _is_shipped(name) else own_names(gpu)[:1]
 
 
 def _on_network(row: Measurement, profile: Profile) -> Profile | None:
@@ -318,8 +326,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "date": datetime.date.today().isoformat(),
         "targets": TARGETS,
         "rows of GPUs without a profile": dict(
-            Counter(row.gpu for row in rows if row.gpu not in {*SHIPPED, *SHIPPED.values()})
+            Counter(row.gpu for row in rows if row.gpu not in SHIPPED and not shipped_names(row.gpu))
         ),
+        "rows of other collectives": dict(Counter(row.op for row in rows if row.op not in KNOWN)),
         "rows across nodes": sum(row.nodes > 1 for row in rows),
     }
     options.output.write_text(json.dumps({**head, **results}, indent=1) + "\n", encoding="utf-8")

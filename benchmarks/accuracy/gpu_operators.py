@@ -5,19 +5,22 @@
 Reads tables of the form that `autopar profile --from` reads, whatever rows they hold, and asks the cost model for each
 row's operator on the shipped profile of its GPU. With --cross-validate the folder's profiles are made anew without a
 fifth of the shapes (by a hash), and those are predicted. Kernels of attention differ by half between softwares: a row
-is predicted with the table of its own kernel where the profile has one. Writes NAME.json and NAME.md.
+is predicted with the table of its own kernel where the profile has one. Rows that are not understood are counted by
+the reason, and end no others. Writes NAME.json and NAME.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from autopar.errors import AutoparError
 from autopar.profiler import load_profile, profile_names
 from autopar.profiler.published.cases import MeasuredCall, cases_of
 from autopar.profiler.published.checking import BurstProfile
@@ -88,14 +91,23 @@ def is_shown(case: MeasuredCall) -> bool:
     return is_layer or (case.family == "attention, causal" and case.key[3:6] == (32, 8, 128) and case.key[0] <= 4)
 
 
-def report(cases: Iterable[MeasuredCall], predictor: Predictor, shown: list[Any] | None = None) -> list[dict[str, Any]]:
+def report(
+    cases: Iterable[MeasuredCall], predictor: Predictor, shown: list[Any] | None = None,
+    not_read: Counter[str] | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
     """A row for each GPU, dtype, family and size class; and, of what several softwares measured, for each of them.
 
-    shown: takes single cases for the page, [GPU, software, shape, measured µs, predicted µs].
+    shown: takes single cases for the page, [GPU, software, shape, measured µs, predicted µs]. not_read: takes why
+    nothing is predicted of a case of a known GPU.
     """
     errors: dict[tuple[str, ...], list[float]] = {}
     for case in cases:
-        error = predictor.error(case)
+        try:
+            error = predictor.error(case)
+        except (ArithmeticError, AssertionError, AutoparError, LookupError, TypeError, ValueError) as failed:
+            error, reason = None, f"{case.family}: {type(failed).__name__}: {failed}"
+            if not_read is not None:
+                not_read[reason[:160]] += 1
         if error is None:
             continue
         if shown is not None and is_shown(case):
@@ -129,9 +141,12 @@ def main() -> None:
     rows = (row for file in files for row in rows_of(file) if "gpu" in row and "time_us" in row)
     wanted = (row for row in rows if not options.gpu or row["gpu"].startswith(tuple(options.gpu)))
     shown: list[Any] = []
-    found = report(cases_of(wanted), Predictor(folder), shown)
+    not_read: Counter[str] = Counter()
+    found = report(cases_of(wanted, not_read), Predictor(folder), shown, not_read)
     text = markdown(found)
     print(text)
+    for reason, count in not_read.most_common():
+        print(f"{count:6} rows without a prediction: {reason}")
     if options.output:
         write_record(options.output, facts("benchmarks.accuracy.gpu_operators"), {"rows": found, "shown": shown}, text)
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import gzip
 import json
 import pickle
 import platform
@@ -40,6 +41,7 @@ import numpy as np
 import autopar
 from autopar.cost import Profile
 from autopar.cost.profile import profile_from_json
+from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.microbatch import divided_graph
@@ -104,21 +106,31 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV; other columns are ignored. Raises ValueError for columns that it lacks, or an uneven batch."""
-    with path.open(newline="", encoding="utf-8-sig") as file:
+    """The rows of a CSV, plain or gzipped; other columns are ignored, and rows that are not understood are told. Raises
+    ValueError for columns that it lacks."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         missing = {*COLUMNS.values(), TIME} - set(reader.fieldnames or ())
         if missing:
             raise ValueError(f"{path}: expected the columns {sorted(missing)}, found {reader.fieldnames}")
-        return [_row(path, number, fields) for number, fields in enumerate(reader, 2)]
+        found = []
+        for number, fields in enumerate(reader, 2):
+            try:
+                found.append(_row(fields))
+            except (TypeError, ValueError, OverflowError) as error:
+                print(f"{path}, line {number}: not read: {error}")
+        return found
 
 
-def _row(path: Path, number: int, fields: Mapping[str, str]) -> Row:
+def _row(fields: Mapping[str, str]) -> Row:
     row = Row(**{name: int(float(fields[column])) for name, column in COLUMNS.items()}, measured_ms=float(fields[TIME]))
+    if min(*(getattr(row, name) for name in COLUMNS), row.measured_ms) <= 0 or not row.measured_ms < np.inf:
+        raise ValueError(f"expected positive numbers, found {row}")
     if row.gpus != row.tp * row.dp * row.pp or row.global_batch % (row.dp * row.micro_batch):
         raise ValueError(
-            f"{path}, line {number}: expected GPUs = tensor × data × pipeline parallelism and a global batch of whole "
-            f"micro batches on each, found {row}"
+            f"expected GPUs = tensor × data × pipeline parallelism and a global batch of whole micro batches on each, "
+            f"found {row}"
         )
     return row
 
@@ -154,7 +166,11 @@ def plans_of(rows: Sequence[Row], kept: Path | None) -> Plans:
     missing = sorted({*rows} - {*found}, key=lambda row: (str(row.config), row.global_batch))
     for number, row in enumerate(missing):
         _progress(f"planning {number + 1} of {len(missing)}")
-        graph, plan = plan_of(row)
+        try:
+            graph, plan = plan_of(row)
+        except AutoparError as error:
+            print(f"{row}: not planned: {error}")
+            continue
         found[row] = graph, replace(plan, simulator=None)
     if kept and missing:
         sys.setrecursionlimit(100_000)
@@ -317,9 +333,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Prints and writes the predictions; 1 when a target is missed."""
     options, started = _options(arguments), time.monotonic()
     files = {path.name: read_rows(path) for path in options.csv}
+    plans = plans_of([row for group in files.values() for row in group], options.plans)
+    files = {name: [row for row in group if row in plans] for name, group in files.items()}
     rows = [row for group in files.values() for row in group]
     fitted = [row for group in files.values() for row in group[::2]]
-    plans = plans_of(rows, options.plans)
+    if not rows:
+        print("no row can be predicted")
+        return 1
     if options.fit:
         names = f"every second of the {len(rows)} rows of {', '.join(files)}"
         write_constants(PROFILE, fit(plans, fitted, options.fit), names)

@@ -329,6 +329,26 @@ def test_of_plans_that_cannot_be_told_apart_the_one_with_the_fewest_turns_is_tak
     assert regret([first, predicted(1.2, 1.0)]) == pytest.approx(2.0), "which the profile can tell from it"
 
 
+def test_what_may_hold_a_plan_up_counts_where_one_is_taken() -> None:
+    runs = [predicted(1.0, 3.0, held_s=2.0), predicted(1.5, 1.0, held_s=0.1)]
+    assert regret(runs) == pytest.approx(0.0)
+    assert regret(runs, 0.0) == pytest.approx(2.0), "of the one that is predicted fastest"
+
+
+@pytest.mark.parametrize(("tp", "pp", "each"), [(8, 1, 0), (8, 2, 1), (1, 4, 2), (16, 1, 2), (16, 2, 2)])
+def test_ranks_wait_for_messages_between_stages_and_nodes(tp: int, pp: int, each: int) -> None:
+    row = Row("1", "s", "nanotron", "H100-SXM5-80GB", 512, 8, "1B", None, "bf16", 4096, 1, 256, 512 // tp // pp, tp, pp)
+    assert row.waits == row.microbatches * each
+
+
+def test_more_nodes_hold_up_more_and_one_none() -> None:
+    nanotron, nemo = (software_of(name, read_softwares()) for name in ("nanotron", "NeMo"))
+    held = [nanotron.held_s(nodes, 4) for nodes in (1, 2, 8, 64, 4096)]
+    assert held[0] == 0 and held == sorted(set(held))
+    assert held[-1] == pytest.approx(4 * nanotron.held_ns / 1e9)
+    assert nemo.held_s(64, 4) == 0
+
+
 def test_a_grid_of_few_runs_has_figures_where_there_are_any() -> None:
     figures = of_grid([predicted(1.1, 1.0), predicted(0.1, None, fits=False)])
     assert figures["cells"] == 1

@@ -5,6 +5,8 @@ A row's columns say what it is (`READERS`); rows of kinds that the model does no
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -102,8 +104,11 @@ OWN_NAMES = {FLASH2_ROWS: FLASH2}  # of kernels in tables, by what they are call
 
 def _measured(row: Row) -> dict[str, Any]:
     dtype = DTYPES.get(row["dtype"], row["dtype"])
-    named = {"gpu": row["gpu"], "dtype": dtype, "software": row["software"]}
-    return {**named, "measured_ns": 1000 * float(row["time_us"])}
+    named = {"gpu": row["gpu"], "dtype": dtype, "software": row.get("software") or ""}
+    measured_ns = 1000 * float(row["time_us"])
+    if not 0 < measured_ns < math.inf:
+        raise ValueError(f"time_us: expected a positive number, found {row['time_us']!r}")
+    return {**named, "measured_ns": measured_ns}
 
 
 def _product(row: Row) -> MeasuredCall | None:
@@ -265,12 +270,25 @@ READERS: tuple[tuple[set[str], Callable[[Row], MeasuredCall | None]], ...] = (
 )
 
 
-def cases_of(rows: Iterable[Row]) -> Iterator[MeasuredCall]:
-    """What the rows measured, as far as it is known here and in a dtype that the cost model has."""
+def cases_of(rows: Iterable[Row], not_read: Counter[str] | None = None) -> Iterator[MeasuredCall]:
+    """What the rows measured, as far as it is known here and in a dtype that the cost model has. not_read: takes why
+    others are passed over, since no row ends the rest."""
     for row in rows:
-        reader = next((reader for columns, reader in READERS if columns <= row.keys()), None)
-        if reader is None or DTYPES.get(row["dtype"], row["dtype"]) not in DTYPE_BYTES:
-            continue
-        case = reader(row)
+        try:
+            case, reason = _case_of(row), ""
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:  # whatever a file may say
+            case, reason = None, f"{type(error).__name__}: {error}"
         if case is not None:
             yield case
+        elif reason and not_read is not None:
+            not_read[reason] += 1
+
+
+def _case_of(row: Row) -> MeasuredCall | None:
+    reader = next((reader for columns, reader in READERS if columns <= row.keys()), None)
+    if reader is None or DTYPES.get(row["dtype"], row["dtype"]) not in DTYPE_BYTES:
+        return None
+    case = reader(row)
+    if case is not None and min(math.prod(shape) for shape in case.operands) <= 0:
+        raise ValueError("a size of 0")
+    return case

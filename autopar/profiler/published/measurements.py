@@ -11,6 +11,7 @@ import csv
 import datetime
 import gzip
 import io
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,11 @@ from typing import NamedTuple
 
 COLUMNS = {"gpu", "op", "gpus", "nodes", "dtype", "message_bytes", "time_us"}
 VTRAIN = {"gpu", "n_gpus", "bytes", "time_ns_in_place"}
+OTHER_NAMES = {
+    "allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter", "alltoall": "all_to_all",
+    "sendrecv": "send", "send_recv": "send", "p2p": "send",
+}  # fmt: skip
+"""Of collectives, as nccl-tests and others call them."""
 
 
 class Measurement(NamedTuple):
@@ -43,7 +49,7 @@ class Measurement(NamedTuple):
 def read_measurements(path: Path) -> list[Measurement]:
     """The rows of a table that have a size and a time. Raises ValueError naming the columns that it lacks."""
     packed = path.read_bytes()
-    text = (gzip.decompress(packed) if path.suffix == ".gz" else packed).decode("utf-8")
+    text = (gzip.decompress(packed) if path.suffix == ".gz" else packed).decode("utf-8-sig")
     reader = csv.DictReader(io.StringIO(text))
     found = set(reader.fieldnames or ())
     if found >= VTRAIN:
@@ -55,18 +61,23 @@ def read_measurements(path: Path) -> list[Measurement]:
 
 
 def _is_whole(row: Mapping[str, str]) -> bool:
-    """Whether a row says a time of a message: some published figures are of bandwidth alone."""
-    return all((row[name] or "").strip() for name in ("gpus", "nodes", "message_bytes", "time_us")) and (
-        row["nodes"].isdigit() and float(row["message_bytes"]) > 0
-    )
+    """Whether a row says a time of a message among ranks that its nodes share evenly: some published figures are of
+    bandwidth alone, or of a range of nodes."""
+    try:
+        gpus, nodes, size, time_us = (float(row[name]) for name in ("gpus", "nodes", "message_bytes", "time_us"))
+    except (TypeError, ValueError):
+        return False
+    is_even = 1 <= nodes <= gpus < math.inf and nodes % 1 == 0 and gpus % nodes == 0
+    return is_even and 0 < size < math.inf and 0 < time_us < math.inf
 
 
 def _measurement(row: Mapping[str, str]) -> Measurement:
-    counts = int(row["gpus"]), int(row["nodes"])
+    counts = int(float(row["gpus"])), int(float(row["nodes"]))
     size, time_ns = round(float(row["message_bytes"])), 1000 * float(row["time_us"])
-    return Measurement(
-        row["gpu"], row["op"], *counts, row["dtype"], size, time_ns, row.get("software") or "", row.get("link") or ""
+    gpu, op, dtype, software, link = (
+        (row.get(name) or "").strip() for name in ("gpu", "op", "dtype", "software", "link")
     )
+    return Measurement(gpu, OTHER_NAMES.get(op.lower(), op), *counts, dtype, size, time_ns, software, link)
 
 
 def _of_vtrain(row: Mapping[str, str]) -> Measurement:

@@ -129,11 +129,21 @@ def _scattered(points: Points, facts: Facts, provenance: Provenance) -> Table:
     least, times = np.log(roofline_ns([*places.T], "float32", facts)), np.log(list(points.values()))
     grid = np.meshgrid(*[np.array(axis) for axis in axes], indexing="ij")
     found = np.exp(fitted(places, times - least, axes, BENDING)) * roofline_ns(grid, "float32", facts)
-    rates = found / (2.0 * grid[0] * grid[1] * grid[2]) / UNIT_NS
+    flops = 2.0 * grid[0] * grid[1] * grid[2]
+    rates = bounded_ns(found, flops * 1e9 / facts.peak_flops["float32"]) / flops / UNIT_NS
     shown = tuple(float(f"{rate:.3g}") for rate in rates.ravel().tolist())
     return Table(
         "NT float32", tuple(map(tuple, axes)), shown, provenance, UNIT_NS, float(f"{min(points.values()):.4g}")
     )
+
+
+def bounded_ns(times: Array, least: Array) -> Array:
+    """Times on a grid where none is above that of a larger product, which computes a smaller one as well, nor below the
+    least: a fit that is drawn on beyond its points knows neither."""
+    found = times
+    for axis in range(found.ndim):
+        found = np.flip(np.minimum.accumulate(np.flip(found, axis), axis), axis)
+    return np.maximum(found, least)
 
 
 def _powers(sizes: Array) -> tuple[int, int]:

@@ -20,6 +20,7 @@ Taken = Callable[[Shape], bool]
 """Whether a shape's rows are fitted to."""
 
 SALT = "autopar cross-validation"
+MOST = 1 << 40  # of a size: products of several stay numbers of 64 bits where they are of tensors that there are
 
 
 def read_rows(folder: Path, *patterns: str, gpu: str = "") -> list[Row]:
@@ -30,7 +31,8 @@ def read_rows(folder: Path, *patterns: str, gpu: str = "") -> list[Row]:
 
 def rows_of(path: Path, naming: str = "") -> Iterator[Row]:
     """The rows of a CSV file, which may be gzipped. naming: only of lines with that text, which takes less long."""
-    with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", newline="", encoding="utf-8-sig") as file:
         head = next(file, "")
         yield from csv.DictReader(line for line in (head, *file) if line is head or naming in line)
 
@@ -58,8 +60,16 @@ def four_fifths(shape: Shape) -> bool:
 
 
 def shape_of(row: Row, columns: Iterable[str]) -> Shape:
-    """Of these columns."""
-    return tuple(int(row[column]) for column in columns)
+    """Of these columns. Raises ValueError for what is no whole number or below zero, KeyError for a column that is not
+    there."""
+    return tuple(_count(row[column], column) for column in columns)
+
+
+def _count(text: str, column: str) -> int:
+    value = float(text)
+    if not 0 <= value < MOST or value != int(value):
+        raise ValueError(f"{column}: expected a whole number, found {text!r}")
+    return int(value)
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], K]) -> dict[K, list[Row]]:

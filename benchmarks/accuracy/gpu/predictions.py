@@ -51,6 +51,7 @@ class Predicted:
     reason: str = ""
     fits_probability: float = 1.0
     operators_variance: float = 0.0  # of the logarithm of the step time, that the profile's residuals explain
+    held_s: float = 0.0  # what the step is expected to be held up by nodes, which is in none of the other figures
 
 
 def planned(rows: Sequence[Row], softwares: tuple[Software, ...]) -> Iterator[Planned]:
@@ -108,7 +109,9 @@ def predict(item: Planned, softwares: tuple[Software, ...], profiles: Mapping[st
     timeline = simulate(item.graph, item.plan, profile, overlap_of(row, software))
     seconds = timeline.step_time_ns / 1e9 + once_a_step_s(item.graph, item.plan, software, profile)
     variance = operators_variance(replace(item.plan, predicted=told_of(timeline)), item.graph, profile)
-    return replace(memory_of(item, software, timeline, profile), seconds=seconds, operators_variance=variance)
+    held_s = software.held_s(-(-row.gpus // row.per_node), row.waits)
+    found = memory_of(item, software, timeline, profile)
+    return replace(found, seconds=seconds, operators_variance=variance, held_s=held_s)
 
 
 def once_a_step_s(graph: Graph, plan: Plan, software: Software, profile: Profile) -> float:

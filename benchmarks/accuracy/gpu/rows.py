@@ -115,6 +115,13 @@ class Row:
         return self.microbatches + self.pp - 1
 
     @property
+    def waits(self) -> int:
+        """Messages of a step that a rank waits for one after another, and that may come from another node: of each
+        microbatch two of an inner stage, of two stages one; two where nodes share tensor parallelism."""
+        each = 2 if self.tp > self.per_node or self.pp > 2 else self.pp - 1
+        return self.microbatches * each
+
+    @property
     def plan_text(self) -> str:
         """The plan in a few words."""
         words = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "vp": self.vp, "cp": self.cp, "ep": self.ep}

@@ -126,24 +126,33 @@ def by_cell(items: Sequence[Predicted]) -> dict[str, Figures]:
 def regret(items: Sequence[Predicted], resolution: float | None = None) -> float:
     """How much slower the plan that is taken ran than the fastest, among finished ones with ZeRO-1 or dp=1: `taken`.
     resolution: by how much predicted steps must differ to be told apart; the device's profile says it where not given.
+    Of the one predicted fastest, whatever may hold it up, where it is 0.
     """
     done = [item for item in scored(items) if item.row.zero == 1 or item.row.dp == 1]
     if not done:
         return math.nan
     apart = resolution_of(done[0]) if resolution is None else resolution
+    done = [replace(item, held_s=0.0) for item in done] if resolution == 0.0 else done
     return (taken(done, apart).row.measured_s or 0.0) / min(item.row.measured_s or math.inf for item in done) - 1
 
 
 def taken(items: Sequence[Predicted], resolution: float) -> Predicted:
     """The plan that one takes: of those that are not said to be tight, while there are any, and that the profile cannot
-    tell from the one predicted fastest, the one with the fewest turns; of equal ones the fastest.
+    tell from the one expected to be fastest, the one with the fewest turns; of equal ones the fastest. Expected is what
+    is predicted and what a software's runs are held up for on so many nodes.
 
     What is in no prediction (a slow rank, a link that is shared, a host that has something else to do) holds up a turn
     of all ranks, so fewer turns are safer where predictions do not say more.
     """
     wide = [item for item in items if not item.is_tight] or list(items)
-    most = min(item.seconds for item in wide) * (1 + resolution)
-    return min((item for item in wide if item.seconds <= most), key=lambda item: (item.row.turns, item.seconds))
+    most = min(expected_s(item) for item in wide) * (1 + resolution)
+    near = (item for item in wide if expected_s(item) <= most)
+    return min(near, key=lambda item: (item.row.turns, expected_s(item)))
+
+
+def expected_s(item: Predicted) -> float:
+    """A step's time, with what it is expected to be held up."""
+    return item.seconds + item.held_s
 
 
 def resolution_of(item: Predicted) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -41,7 +42,8 @@ class Software:
     they take: that is of one kernel a call, where a software may need several; on_hopper: how many times that again
     on these devices, where its kernels are of Ampere's instructions. step_ns: what it does once a step while the
     device waits; step_passes: beside that, how often it goes over the rank's gradients in float32, which it clips,
-    casts and copies one by one. host: what launching costs, as in `autopar.cost.profile.Host`.
+    casts and copies one by one. held_nodes, held_ns: one in so many nodes, where it is in a run, holds up each message
+    that ranks wait for (`held_s`) by so much. host: what launching costs, as in `autopar.cost.profile.Host`.
     """
 
     name: str
@@ -65,6 +67,8 @@ class Software:
     on_hopper: Mapping[str, float]
     step_ns: int
     step_passes: float
+    held_nodes: float
+    held_ns: int
     host: Host | None
     provenance: Provenance
 
@@ -72,6 +76,12 @@ class Software:
         """Of the buckets of float32 sums that so many ranks add up, 0 for those of emitted programs."""
         least, each = self.bucket_elements
         return FLOAT32_BYTES * max(least, each * ranks)
+
+    def held_s(self, nodes: int, waits: int) -> float:
+        """What a step of so many waits for messages is expected to be held up on so many nodes: none on one."""
+        if nodes < 2 or not self.held_nodes:
+            return 0.0
+        return -math.expm1(-nodes / self.held_nodes) * waits * self.held_ns / 1e9
 
     def on(self, profile: Profile) -> Profile:
         """The device's profile as this software uses it."""
