@@ -209,7 +209,7 @@ def _reference(input: Tensor, p: float = 0.5, training: bool = True, inplace: bo
         return input
     if p == 1:
         return apply_mask(input, torch.zeros_like(input, dtype=torch.bool), p)
-    noise = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    noise = torch.empty_like(input)  # drawn in the order of the input's memory, as torch and programs do
     return apply_mask(input, noise.bernoulli_(1 - p, generator=_stream.generator(input.device)).bool(), p)
 
 

@@ -1,6 +1,7 @@
 """Checks of values, which a graph has no place for, are taken as passed while a model is traced.
 
     if torch.any(var < 0): raise …      assert (ids >= 0).all()      if not torch.isfinite(x).all(): warnings.warn(…)
+    torch._check_tensor_all(n == 4)      (what checks of the transformers library come to)
 
 A tensor that Python asks for its truth is looked up in the source: where one of the two ways only raises, or only
 reports, the other one is taken. Everything else that depends on values is refused as before.
@@ -41,7 +42,17 @@ def checks_passed() -> Iterator[None]:
         wanted = _wanted(sys._getframe(1)) if isinstance(x, FakeTensor) and x.dtype == torch.bool else None
         return own["item"](x) if wanted is None else wanted
 
-    with mock.patch.object(Tensor, "__bool__", asked), mock.patch.object(Tensor, "item", item):
+    checked = torch._check_tensor_all_with
+
+    def check(error_type: Any, cond: Any, message: Any = None) -> None:
+        if not isinstance(cond, FakeTensor):
+            checked(error_type, cond, message)  # type: ignore[no-untyped-call] # torch's
+
+    with (
+        mock.patch.object(Tensor, "__bool__", asked),
+        mock.patch.object(Tensor, "item", item),
+        mock.patch.object(torch, "_check_tensor_all_with", check),  # which _check_tensor_all calls
+    ):
         yield
 
 

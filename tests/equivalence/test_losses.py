@@ -330,7 +330,13 @@ def distribution(x: Tensor, y: Tensor) -> Any:
     return torch.distributions.Normal(x, x.abs() + 1)
 
 
-@pytest.mark.parametrize("check", [raising, asserting, telling, otherwise, distribution])
+def checked_by_torch(x: Tensor, y: Tensor) -> None:
+    """As transformers' torch_compilable_check: Llava counts the places of its images."""
+    torch._check_tensor_all((y >= 0).sum() == y.numel(), lambda: "labels")
+    torch._check_tensor_all_with(ValueError, y < 10)
+
+
+@pytest.mark.parametrize("check", [raising, asserting, telling, otherwise, checked_by_torch, distribution])
 def test_checks_of_values_are_taken_as_passed(check: Any) -> None:
     assert_alike(Checked(check), (X, Y, WEIGHTS), "dp")
 

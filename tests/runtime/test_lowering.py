@@ -260,6 +260,23 @@ def test_reference_dropout_draws_the_exact_masks() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("lies", ["in order", "transposed", "channels last", "in part"])
+def test_reference_dropout_draws_what_torch_draws_however_the_input_lies(lies: str) -> None:
+    """Masks of a tensor whose memory has another order were drawn in the order of its dims: DPT's auxiliary head."""
+    x = torch.ones(2, 6, 4, 8)
+    x = {
+        "in order": x,
+        "transposed": x.transpose(1, 3),
+        "channels last": x.contiguous(memory_format=torch.channels_last),
+        "in part": x.permute(0, 3, 1, 2)[:, ::2],
+    }[lies]
+    torch.manual_seed(5)
+    expected = F.dropout(x, 0.4)
+    with rt.reference_dropout(seed=5):
+        found = F.dropout(x, 0.4)
+    assert torch.equal(found, expected)
+
+
 def test_recomputing_draws_the_same_masks() -> None:
     x = torch.randn(50, requires_grad=True)
     rt.seed_dropout(1)
