@@ -167,6 +167,11 @@ FAR_FINALISTS = 1.01
 """What would take so many times the fastest that was simulated, by an estimate that is corrected, is not simulated, but
 where ranks share cores. At 1.005, what estimates cannot tell apart is left out; at 1.02, twice as many are simulated
 that are no better."""
+NEARLY_FINALISTS = 1.05
+SPLIT_FINALISTS = 2
+"""Where products gain beside what is sent, so many templates that split activations by positions are tried so, too, of
+those that take at most so many times the best without. At 1.02, those of Llama-3-70B on 64 H100 that are then faster
+are just among them; each that is tried takes what simulating a plan does."""
 MOST_FINALISTS = 32
 QUICK_S = 1.0
 """Seconds for which finalists are simulated beyond that, up to so many; doubled, small models are planned later."""

@@ -7,7 +7,7 @@ which ranks stand still. Here both go block by block beside the products (`autop
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.async_tp import RowSending, beside_products, kinds_of_sending
@@ -17,20 +17,44 @@ from autopar.errors import PlacementError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.simulate import predict
+from autopar.staged.finalists import Finalists
 from autopar.step import simulated_again, simulated_step
 from autopar.substitute import GraphCandidate
+from autopar.tunables import NEARLY_FINALISTS, SPLIT_FINALISTS
 
 
 def async_tp(front: Front, context: Context) -> Iterator[Candidate]:
-    """The best plan changed, once no graph is open."""
+    """The best plan changed, once no graph is open; and, where it gains, templates that were nearly as fast."""
     best = None if front.opened else front.best
     if best is None or not context.request.mesh.is_homogeneous:
         return
-    found = [one for sent in _ways(best) if not is_interrupted() and (one := _changed(best, sent, context)) is not None]
-    yield from sorted(found, key=lambda one: one.step_ns)[:1]
+    begun = _Begun(best.graph, best.plan, best.variant)
+    found = [one for sent in _ways(begun) if not is_interrupted() and (one := _changed(begun, sent, best, context))]
+    if found and best.is_given:
+        for plan in _nearly(front, best):
+            other = replace(begun, plan=plan)
+            changed = (_changed(other, sent, best, context) for sent in _ways(other) if not is_interrupted())
+            found += [one for one in changed if one is not None]
+    yield from sorted(found, key=lambda one: one.step_ns)[:2]
 
 
-def _ways(best: Candidate) -> Iterator[list[RowSending]]:
+@dataclass(frozen=True)
+class _Begun:
+    """A plan that is to be changed, of a graph."""
+
+    graph: Graph
+    plan: Plan
+    variant: GraphCandidate
+
+
+def _nearly(front: Front, best: Candidate) -> Iterator[Plan]:
+    """Templates whose activations are split by positions, that the search for stages left out."""
+    finalists = front.kept.get(("stage", front.given))
+    if isinstance(finalists, Finalists):
+        yield from finalists.of_split_sequences(SPLIT_FINALISTS, NEARLY_FINALISTS * best.step_ns)
+
+
+def _ways(best: _Begun) -> Iterator[list[RowSending]]:
     """What is sent beside products: all that may be, rows once for all that read them, or for each large one by
     itself."""
     known = list[list[RowSending]]()
@@ -41,19 +65,19 @@ def _ways(best: Candidate) -> Iterator[list[RowSending]]:
             yield every
 
 
-def _changed(best: Candidate, sent: list[RowSending], context: Context) -> Candidate | None:
-    """None where that is not faster, or does not fit."""
+def _changed(begun: _Begun, sent: list[RowSending], best: Candidate, context: Context) -> Candidate | None:
+    """None where that is not faster than the best, or does not fit."""
     try:
-        graph, plan = beside_products(best.graph, best.plan, sent)
+        graph, plan = beside_products(begun.graph, begun.plan, sent)
     except (PlanError, PlacementError):
         return None
     plan = replace(plan, predicted=predict(simulated_step(graph, plan)))
-    is_faster = plan.predicted.step_time_ns < best.plan.predicted.step_time_ns
+    is_faster = plan.predicted.step_time_ns < best.step_ns
     if not is_faster or plan.predicted.peak_bytes > context.limit_bytes(range(1)):
         return None
-    steps = plan.substitutions[len(best.plan.substitutions) :]
-    asked = Candidate(GraphCandidate(graph, (*best.variant.steps, *steps), best.variant.cost_ns))
-    stated = replace(plan, substitutions=best.plan.substitutions)
+    steps = plan.substitutions[len(begun.plan.substitutions) :]
+    asked = Candidate(GraphCandidate(graph, (*begun.variant.steps, *steps), begun.variant.cost_ns))
+    stated = replace(plan, substitutions=begun.plan.substitutions)
     return replace(of_plan(asked, outline_of(plan), stated, told=partial(_told, graph)), rank=best.rank)
 
 

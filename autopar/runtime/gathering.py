@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_map_only
 
 from autopar.runtime import coalesce
 from autopar.runtime.coalesce import CutTensor
@@ -237,6 +238,14 @@ class Gatherer:
         self._take_order(self._visited)
         for unit in self.units:
             unit.release(all_slots=True)
+
+    def outlasting(self, outputs: Any) -> Any:
+        """What a pass returns or sends, copied where it is memory that is freed when the pass ends."""
+        live = [slot for unit in self.units for slot in unit.regathered if slot.is_live]
+        memory = {slot.leaf.untyped_storage()._cdata for slot in live}
+        if memory.isdisjoint(x.untyped_storage()._cdata for x in tensors_in(outputs)):
+            return outputs
+        return tree_map_only(Tensor, lambda x: x.clone() if x.untyped_storage()._cdata in memory else x, outputs)
 
     def gradient_done(self, unit: Unit) -> None:
         """One more leaf of the unit has its gradient."""

@@ -119,7 +119,7 @@ class Local:
         self.mesh.progress.microbatch = index
         randomness.begin_pass(self.number, index)
         self.gatherer.begin_forward()
-        outputs = self.program(*inputs)
+        outputs = self.gatherer.outlasting(self.program(*inputs))
         for holder in self._holders:
             self._take_updates(holder)
         return outputs

@@ -139,6 +139,15 @@ class Finalists:
         self._note(replace(candidate.row, step_time_ns=played.step_time_ns, peak_bytes=played.peak_bytes))
         return played
 
+    def of_split_sequences(self, most: int, than_ns: float) -> list[Plan]:
+        """The first candidates that fit by estimate, around templates whose activations between blocks are split by
+        positions: plans that are not simulated. than_ns: what their estimates are at most."""
+        near = (one for one in self.found if one.step_ns <= than_ns and one.ways[0].setting.splits_sequence)
+        first = _distinct([*near], 0, self.layered.admitted)[:most]
+        return [
+            replace(self._built(one), search=self._report(one), choices=self._explained(one.ways[0])) for one in first
+        ]
+
     # Plans ----------------------------------------
 
     def _part(self, candidate: EstimatedStages) -> DividedGraph:

@@ -197,7 +197,7 @@ def test_what_the_search_looks_at_computes_the_same() -> None:
         family.look_at_context(1, tp, cp, ("gather", "heads"))
     assert {"zero=3, cp=4", "tp=2, zero=3, cp=2"} <= {row.template for row in family.rows}
     best = min(
-        (place.part.with_traffic(named(name, plan)) for name, place, plan in family.found),
+        (place.part.with_traffic(named(name, plan)) for _, name, place, plan in family.found),
         key=lambda plan: plan.predicted.step_time_ns,
     )
     plan = autopar.Plan.from_json(replace(best, substitutions=steps).to_json())

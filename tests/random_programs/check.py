@@ -211,7 +211,7 @@ def plan_problems(
     results = run(world, train, (*common, rate, subject.adds))
     wrong = []
     for rank, (one, two, _) in enumerate(results):
-        parts = _parts(subject, plan, rank)
+        parts = _parts(subject.graph, plan, rank, subject.tolerance)
         wrong += [f"rank {rank}, first step: {text}" for text in parts.differences(first, one, subject.is_exact)]
         wrong += [f"rank {rank}, second step: {text}" for text in parts.differences(second, two, False)]
     with subject.as_routed():
@@ -350,16 +350,15 @@ class _Parts:
         return whole
 
 
-def _parts(subject: Subject, plan: Plan, rank: int) -> _Parts:
+def _parts(graph: Graph, plan: Plan, rank: int, tolerance: float = TOLERANCE) -> _Parts:
     """Of the rank's stages, whose axes are alike; placements without the microbatches'."""
-    graph = subject.graph
     stages = [stage for stage in plan.stages if rank in stage.ranks]
     names = {stored.tensor: stored.name for stored in graph.stored}
     sizes = tuple(axis.size for axis in stages[0].axes)
     placements = {names[tensor]: kept.placement for stage in stages for tensor, kept in stage.storage.items()}
     trained = {stored.name for stored in graph.stored if stored.kind == "parameter" and stored.requires_grad}
     coordinate = _coordinate(rank - stages[0].first_rank, sizes)
-    return _Parts(placements, sizes, coordinate, frozenset(trained & set(placements)), subject.tolerance)
+    return _Parts(placements, sizes, coordinate, frozenset(trained & set(placements)), tolerance)
 
 
 def _coordinate(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -181,3 +181,16 @@ def test_what_others_read_is_not_asked_for_again_when_its_gradient_is_there() ->
     subject = practice_subject(Written("", _READ_BY_OTHERS), 0)
     plan = template_of_graph(subject.graph, Mesh("cpu", devices_per_node=2), dp=2, zero=3, microbatches=2)
     assert plan_problems(subject, plan, traffic(subject.graph, plan)) == []
+
+
+def test_what_a_pass_returns_of_a_parameter_outlasts_it() -> None:
+    """A view of a weight that is freed when the pass ends was sent to another stage after that: memory that nobody has,
+    which ended the process."""
+    weight, kept = torch.arange(12.0).view(3, 4), torch.ones(3)
+    gatherer = object.__new__(Gatherer)
+    gatherer.units = [SimpleNamespace(regathered=[SimpleNamespace(leaf=weight, is_live=True)])]  # type: ignore[list-item]
+    (rows, same), named = gatherer.outlasting(((weight[:2], kept), {"column": weight[:, 0]}))
+    weight.untyped_storage().resize_(0)
+    assert rows.tolist() == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
+    assert named["column"].tolist() == [0.0, 4.0, 8.0]
+    assert same is kept
