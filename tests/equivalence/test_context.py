@@ -50,6 +50,7 @@ def hugging_face(config: Any, length: int) -> tuple[nn.Module, Tensors]:
     labels[0, :5] = -100  # ranks hold unequal counts
     return model, {"input_ids": tokens, "labels": labels}
 
+
 SINKS: dict[str, Any] = {
     "head_dim": 8, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2,
     "attn_implementation": "eager", "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},

@@ -41,8 +41,8 @@ def window_attention(
     up to itself, of its own document: all of them split along length over `axis`, None where this rank has all.
 
     Query heads may be a multiple of the heads of keys and values. documents: a number for each of all positions (batch,
-    length). sinks: a score for each query head (heads,), whose weight goes nowhere. ring: keys and values pass from rank
-    to rank. Every rank must call it, even one without a query.
+    length). sinks: a score for each query head (heads,), whose weight goes nowhere. ring: keys and values pass from
+    rank to rank. Every rank must call it, even one without a query.
     """
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
     group = query.size(1) // key.size(1) if key.size(1) else 1
