@@ -5,8 +5,8 @@
                                                                     document or not
 
 So gpt-oss has it. The mask is one of numbers, 0 where a boolean one is true (`bands` reads that) and at most half of
-the dtype's least number elsewhere: after the softmax that is exactly nothing, since each query sees itself. A window may
-be as long as the sequence. Dropout of the weights stays written out.
+the dtype's least number elsewhere: after the softmax that is exactly nothing, since each query sees itself. A window
+may be as long as the sequence. Dropout of the weights stays written out.
 """
 
 from __future__ import annotations
