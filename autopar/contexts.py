@@ -25,7 +25,7 @@ from autopar.ops import call_key
 from autopar.positions import attention_nodes
 from autopar.profiler import profile_of
 from autopar.request import Request
-from autopar.substitute import bands, rows, sequences
+from autopar.substitute import bands, rows, sequences, sinks
 from autopar.substitute.masks import RULE, STATEMENT, under_causal_masks, without_masks
 
 Steps = tuple[Substitution, ...]
@@ -39,6 +39,7 @@ def for_sequences(graph: Graph, ring: bool = False) -> tuple[Graph, Steps]:
         (rows.RULE, rows.STATEMENT, rows.over_rows, rows.with_rows),
         (RULE, STATEMENT, under_causal_masks, without_masks),
         (bands.RULE, bands.STATEMENT, bands.over_windows, bands.with_windows),
+        (sinks.RULE, sinks.STATEMENT, sinks.over_sinks, sinks.with_sinks),
         (sequences.RULE, sequences.STATEMENT, sequences.over_sequences, sequences.with_sequences),
     ):
         names = find(graph)

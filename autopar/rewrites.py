@@ -37,6 +37,7 @@ from autopar.substitute import (
     replayed,
     rows,
     sequences,
+    sinks,
     substituted,
     triangles,
 )
@@ -222,6 +223,7 @@ def _replayed(graph: Graph, steps: tuple[Substitution, ...]) -> Graph:
         RULE: without_masks, triangles.RULE: triangles.with_triangles, rows.RULE: rows.with_rows,
         bands.RULE: bands.with_windows, sequences.RULE: sequences.with_sequences,
         sequences.RING_RULE: sequences.with_rings, sequences.GATHER_RULE: sequences.with_gathers,
+        sinks.RULE: sinks.with_sinks,
         exchanges.RULE: exchanges.in_chunks, exchanges.LOAD_RULE: exchanges.by_load,
         exchanges.SLICE_RULE: exchanges.by_slices, exchanges.REPLICA_RULE: exchanges.with_replicas,
         async_linears.GATHER_RULE: async_linears.with_gathers, async_linears.SCATTER_RULE: async_linears.with_scatters,

@@ -24,6 +24,7 @@ from autopar.ir.offload import ACTIVATIONS, BOTH, BUILT, NOT_OFFLOADED, OFFLOADS
 from autopar.ir.placement import S, Type, chunk_length
 from autopar.ir.schedule import PLAIN, SCHEDULES
 from autopar.ir.structure import batch_inputs
+from autopar.ops.window_attention import SINK_ATTENTION
 from autopar.positions import attending, attention_nodes, sequence_types
 from autopar.zero import KINDS, KINDS_TEXT, copied_blocks, joined, recomputable
 
@@ -233,6 +234,7 @@ def _context_constraints(
         ),
     ]
     read = {graph.stored_by_tensor[name].name: t for name, t in sequence.items() if name in graph.stored_by_tensor}
+    read |= _sinks(graph) if context == "heads" else {}
     experts = expert_parameters(graph) if shares else set[str]()
     found = [Constraint("*", ("R",), what="input", axis="cp"), *_but_for(graph, whole[:2], experts.union(read))]
     found += _but_for(graph, whole[2:], experts)
@@ -261,6 +263,12 @@ def _heads(graph: Graph, cp: int) -> dict[str, Type]:
         if least > 2 + bool(one.weights) and one.has_heads and _has_parts(shapes[one.result][-3], cp):
             found.update((name, S(len(shape) - 3)) for name, shape in shapes.items())
     return found
+
+
+def _sinks(graph: Graph) -> dict[str, Type]:
+    """Parameters with a score a head, by name, as attention that is split by heads reads them."""
+    scores = {node.operands[3] for node in graph.nodes if node.op == SINK_ATTENTION}
+    return {graph.stored_by_tensor[name].name: S(0) for name in scores if name in graph.stored_by_tensor}
 
 
 def longest_sequence(graph: Graph) -> int:

@@ -21,11 +21,11 @@ Strides = tuple[int, ...]
 
 RESHAPES = frozenset(["view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as"])
 _LIKE_FIRST_NAMES = """
-    scaled_dot_product_attention context_attention window_attention mul add sub rsub div neg pow maximum minimum
-    remainder fmod where masked_fill _to_copy clone dropout exp expm1 exp2 log log1p log2 log10 sqrt rsqrt square
-    reciprocal abs sign sin cos tan atan sinh cosh erf floor ceil round trunc frac nan_to_num clamp clamp_min clamp_max
-    eq ne lt le gt ge logical_not gelu silu relu relu6 tanh sigmoid log_sigmoid softplus softsign elu selu celu
-    leaky_relu hardtanh hardswish hardsigmoid mish softmax log_softmax _softmax _log_softmax
+    scaled_dot_product_attention context_attention window_attention sink_attention mul add sub rsub div neg pow
+    maximum minimum remainder fmod where masked_fill _to_copy clone dropout exp expm1 exp2 log log1p log2 log10 sqrt
+    rsqrt square reciprocal abs sign sin cos tan atan sinh cosh erf floor ceil round trunc frac nan_to_num clamp
+    clamp_min clamp_max eq ne lt le gt ge logical_not gelu silu relu relu6 tanh sigmoid log_sigmoid softplus softsign
+    elu selu celu leaky_relu hardtanh hardswish hardsigmoid mish softmax log_softmax _softmax _log_softmax
 """
 _LIKE_FIRST = frozenset(_LIKE_FIRST_NAMES.split())
 _SAME = frozenset([

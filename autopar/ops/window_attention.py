@@ -3,7 +3,7 @@
 Graphs have it where a sequence is long or to be split (`substitute.bands`). It knows the number of positions of all
 ranks: what a rank sees, and needs of others, depends on that. Where the sequence is split, keys and values of the
 positions before a rank's own that its queries see are fetched, or come in a ring that stops where the window does
-(`runtime.lowering.window`).
+(`runtime.lowering.window`). With sinks, each query head has one more score, of no key, that takes its weight.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from autopar.runtime.lowering.band import needed_keys, passed_keys, seen_pairs
 from autopar.runtime.lowering.halo import Range, overlap
 
 WINDOW_ATTENTION = "autopar.window_attention.default"
+SINK_ATTENTION = "autopar.sink_attention.default"
 SEQUENCE = 2
 """The dim of positions, in queries, keys, values and the result."""
 
@@ -37,30 +38,55 @@ _LIBRARY.define(
     "bool enable_gqa=False, int window, int length, bool ring=False) -> Tensor"
 )
 
+_LIBRARY.define(
+    "sink_attention(Tensor query, Tensor key, Tensor value, Tensor sinks, Tensor? documents=None, *, "
+    "float? scale=None, bool enable_gqa=False, int window, int length, bool ring=False) -> Tensor"
+)
+
 
 def _window_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: torch.Tensor | None = None, *, window: int,
     length: int, ring: bool = False, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
     """What it says, for short sequences: emitted programs call the runtime's."""
+    return F.scaled_dot_product_attention(query, key, value, _seen(query, documents, window, length), **options)
+
+
+def _sink_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor,
+    documents: torch.Tensor | None = None, *, window: int, length: int, scale: float | None = None,
+    enable_gqa: bool = False, ring: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """The same of this: a column beside the scores that no value belongs to."""
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
+    scores = query @ key.mT * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
+    scores = scores.masked_fill(~_seen(query, documents, window, length), -math.inf)
+    column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ value
+
+
+def _seen(query: torch.Tensor, documents: torch.Tensor | None, window: int, length: int) -> torch.Tensor:
     places = torch.arange(length, device=query.device)
     seen = (places <= places[:, None]) & (places > places[:, None] - window)
-    if documents is not None:
-        seen = seen & (documents[:, None, :, None] == documents[:, None, None])
-    return F.scaled_dot_product_attention(query, key, value, seen, **options)
+    if documents is None:
+        return seen
+    return seen & (documents[:, None, :, None] == documents[:, None, None])
 
 
 _LIBRARY.impl("window_attention", _window_attention, "CompositeImplicitAutograd")
+_LIBRARY.impl("sink_attention", _sink_attention, "CompositeImplicitAutograd")
 
 
 def window_attention(call: Call) -> list[AxisRule]:
-    """Samples, heads and groups of heads as of attention; and positions, of queries with their keys. Numbers of
-    documents are whole along these: each rank reads those of others, too."""
-    documents = call.operand_shapes[3:]
-    rules = grouped_rules(call, f"b h Q D, b h T D, b h T V{', b Z' * len(documents)} -> b h Q V")
+    """Samples, heads and groups of heads as of attention, with the sinks of query heads; and positions, of queries with
+    their keys. Numbers of documents are whole along these: each rank reads those of others, too."""
+    sinks = int(call.node.op == SINK_ATTENTION)
+    others = ", h" * sinks + ", b Z" * (len(call.node.operands) - 3 - sinks)
+    rules = grouped_rules(call, f"b h Q D, b h T D, b h T V{others} -> b h Q V")
     if call.arguments["length"] == 1:
         return rules
-    return [*rules, AxisRule((*(S(SEQUENCE),) * 3, *(R,) * len(documents)), (S(SEQUENCE),))]
+    return [*rules, AxisRule((*(S(SEQUENCE),) * 3, *(R,) * (len(call.node.operands) - 3)), (S(SEQUENCE),))]
 
 
 def _inside(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> Sent:
@@ -130,14 +156,15 @@ def _local(local: LocalCall) -> str:
     axes = [axis.name for axis in local.axes if axis.name in split and axis.size > 1]
     told = call.arguments
     first = f"{', '.join(names[:3])}, {told['window']}, {told['scale']!r}, {told['length']}"
-    options = ", ring=True" * bool(axes and told["ring"]) + "".join(f", documents={name}" for name in names[3:])
+    others = ("sinks", "documents") if call.node.op == SINK_ATTENTION else ("documents",)
+    options = ", ring=True" * bool(axes and told["ring"])
+    options += "".join(f", {what}={name}" for what, name in zip(others, names[3:], strict=False))
     return f"rt.window_attention({first}, {axes[0] if axes else None}{options})"
 
 
-WINDOWED: dict[str, Operator] = {
-    WINDOW_ATTENTION: Operator(
-        window_attention, work=work.WINDOW_ATTENTION, saved=saved.window_attention,
-        workspace=workspace.attention, lowered=workspace.window_attention,
-        limits=(heads_error, sequence_error), inside=_inside, local=_local,
-    ),
-}  # fmt: skip
+_WINDOWED = Operator(
+    window_attention, work=work.WINDOW_ATTENTION, saved=saved.window_attention,
+    workspace=workspace.attention, lowered=workspace.window_attention,
+    limits=(heads_error, sequence_error), inside=_inside, local=_local,
+)  # fmt: skip
+WINDOWED: dict[str, Operator] = {WINDOW_ATTENTION: _WINDOWED, SINK_ATTENTION: _WINDOWED}

@@ -284,10 +284,15 @@ def _window_gradient(call: WorkKey) -> Work:
     return Work(5 * _window_flops(call) // 2, 2 * _all_bytes(call), 1)
 
 
+def has_documents(node: Node) -> bool:
+    """Whether attention over a window is told documents, after the sinks where it has such."""
+    return len(node.operands) - (base_name(node.op) == "sink_attention") > 3
+
+
 def _seen_window(node: Node) -> str:
     """How long triangles are, and the sequence; by numbers of documents, kernels read what is seen."""
     given = dict(node.kwargs)
-    kind = "causal" if len(node.operands) == 3 else "masked"
+    kind = "masked" if has_documents(node) else "causal"
     return f"{kind} {min(given['window'], given['length'])} {given['length']}"
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from autopar.ir.graph import Node
 from autopar.ir.placement import Placement, S, Shape
 from autopar.ops.call import argument
+from autopar.ops.work import has_documents
 from autopar.runtime.lowering.parts import SCORES_AT_ONCE
 
 
@@ -245,7 +246,7 @@ def window_attention(node: Node, sizes: Sizes, operands: tuple[Placement, ...]) 
     seen = min(given["length"], key[2] + window - 1) if fetches else key[2]
     block = (sizes.operand(1) + sizes.operand(2)) * seen // max(1, key[2])
     heads, result, scores = block * group, math.prod(sizes.results[0]) * width, 0
-    if len(sizes.operands) > 3:
+    if has_documents(node):
         scores = 4 * width * _window_pairs(query, seen, window, fetches)
     at_once = [(*shape[:2], min(window, shape[2]), shape[3]) for shape in sizes.operands[:3]]
     kernel = attention(sizes._replace(operands=(*at_once, *sizes.operands[3:])))

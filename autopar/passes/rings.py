@@ -20,7 +20,7 @@ from autopar.ir.placement import S
 from autopar.ir.plan import Plan
 from autopar.ops import call_key
 from autopar.ops.context import CONTEXT_ATTENTION
-from autopar.ops.window_attention import WINDOW_ATTENTION
+from autopar.ops.window_attention import WINDOWED
 from autopar.simulate import predict, traffic, traffic_by_submesh
 from autopar.step import simulated_step
 from autopar.substitute import GraphCandidate
@@ -63,7 +63,7 @@ def _kinds(graph: Graph, plan: Plan) -> list[list[str]]:
 
 
 def _has_both_ways(node: Node) -> bool:
-    return node.op == WINDOW_ATTENTION or (node.op == CONTEXT_ATTENTION and len(node.operands) == 3)
+    return node.op in WINDOWED or (node.op == CONTEXT_ATTENTION and len(node.operands) == 3)
 
 
 def _changed(graph: Graph, names: list[str]) -> tuple[Graph, Steps]:

@@ -47,7 +47,7 @@ def _windows(graph: Graph) -> dict[str, SeenWindow]:
     nodes = [node for node in graph.nodes if _may_be(graph, node)]
     if not nodes:
         return {}
-    reader = _MaskReader(graph)
+    reader = MaskReader(graph)
     masks = {name: reader.window(name) for name in {node.operands[3]: None for node in nodes}}
     found = {node.name: masks[node.operands[3]] for node in nodes}
     return {name: window for name, window in found.items() if window is not None}
@@ -97,14 +97,14 @@ def _told(graph: Graph, node: Node, window: SeenWindow) -> Node:
 # Masks ----------------------------------------
 
 
-class _MaskReader:
+class MaskReader:
     """What masks of a graph say."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.fixed, self.constants = graph, constant_tensors(graph), Constants(graph)
 
-    def window(self, name: str) -> SeenWindow | None:
-        """None where a mask is no window."""
+    def window(self, name: str, may_be_whole: bool = False) -> SeenWindow | None:
+        """None where a mask of booleans is no window; of fewer keys than there are, or as many."""
         length, samples = self.graph.tensors[name].shape[-1], self.graph.tensors[name].shape[0]
         places = torch.arange(length)
         true = torch.tensor(True)
@@ -123,7 +123,8 @@ class _MaskReader:
         size = length - int(seen.first[-1])
         is_window = bool((seen.after == places + 1).all() and (seen.first == (places - size + 1).clamp(min=0)).all())
         is_whole = told is None or self.graph.tensors[told].shape == (samples, length)
-        return SeenWindow(size, told) if is_window and is_whole and 0 < size < length else None
+        is_size = 0 < size < length + may_be_whole
+        return SeenWindow(size, told) if is_window and is_whole and is_size else None
 
     def _leaves(self, name: str, length: int) -> Iterator[str]:
         """What is all true where a mask is."""

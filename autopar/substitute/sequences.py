@@ -18,7 +18,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Node, Ref, Tensor, map_references, needed, references, with_nodes
 from autopar.ops.call import Call, call_of
 from autopar.ops.context import CONTEXT_ATTENTION, TORCH_ATTENTION, as_torch, may_split
-from autopar.ops.window_attention import WINDOW_ATTENTION
+from autopar.ops.window_attention import WINDOWED
 from autopar.substitute.heads import RESHAPES, unrepeated_heads
 
 RULE = "split-sequence"
@@ -70,7 +70,7 @@ def with_rings(graph: Graph, names: Sequence[str]) -> Graph:
 
 def in_rings(graph: Graph) -> tuple[str, ...]:
     """The names of the attention operators that do."""
-    ops = CONTEXT_ATTENTION, WINDOW_ATTENTION
+    ops = CONTEXT_ATTENTION, *WINDOWED
     return tuple(node.name for node in graph.nodes if node.op in ops and dict(node.kwargs).get("ring"))
 
 
@@ -86,11 +86,11 @@ def with_gathers(graph: Graph, names: Sequence[str]) -> Graph:
 def _gathered(node: Node) -> Node:
     """A mask is read whole along the keys, which torch's own operator does."""
     plain = replace(node, kwargs=tuple((name, value) for name, value in node.kwargs if name != "ring"))
-    return plain if len(node.operands) == 3 or node.op == WINDOW_ATTENTION else as_torch(plain)
+    return plain if len(node.operands) == 3 or node.op in WINDOWED else as_torch(plain)
 
 
 def _may_ring(graph: Graph, node: Node) -> bool:
-    if node.op == WINDOW_ATTENTION:
+    if node.op in WINDOWED:
         return True
     if node.op not in (TORCH_ATTENTION, CONTEXT_ATTENTION) or not _is_positional(node):
         return False

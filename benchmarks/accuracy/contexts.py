@@ -51,10 +51,23 @@ def _windows(batch: int) -> Built:
     return transformers.AutoModelForCausalLM.from_config(config), {"input_ids": tokens, "labels": tokens.clone()}
 
 
+def _sinks(batch: int) -> Built:
+    """Every other layer sees a hundred, the others all before, beside sinks; each token goes to two of four experts."""
+    config = transformers.GptOssConfig(
+        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+        vocab_size=256, max_position_embeddings=LENGTH, use_cache=False, sliding_window=100, head_dim=16,
+        num_local_experts=4, num_experts_per_tok=2, attn_implementation="eager",
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    )  # fmt: skip
+    tokens = torch.randint(0, 256, (batch, LENGTH))
+    return transformers.AutoModelForCausalLM.from_config(config), {"input_ids": tokens, "labels": tokens.clone()}
+
+
 MODELS: dict[str, Callable[[int], Built]] = {
     "gpt": _own(gpt),
     "llama": _own(llama, num_kv_heads=2),
     "hf_mistral": _windows,
+    "hf_gpt_oss": _sinks,
 }
 
 

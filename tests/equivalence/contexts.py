@@ -1,8 +1,9 @@
 """Models whose sequences are split, in every way that attention runs then, proved equal to one device.
 
 `python -m tests.equivalence.contexts --output benchmarks/equivalence` proves all of them and writes the table; the
-tests take a sample. Attention is causal (of Gemma, every other layer over a sliding window), full, or of packed
-documents: of Hugging Face's models those that positions tell apart, of ours a mask of blocks.
+tests take a sample. Attention is causal (of Gemma and gpt-oss, every other layer over a sliding window; of the latter
+with sinks, and written out), full, or of packed documents: of Hugging Face's models those that positions tell apart, of
+ours a mask of blocks.
 """
 
 from __future__ import annotations
@@ -66,10 +67,15 @@ _SIZES: dict[str, Any] = {
     "intermediate_size": 48, "vocab_size": 128, "max_position_embeddings": 64, "use_cache": False, "head_dim": 8,
 }  # fmt: skip
 _WINDOWS: dict[str, Any] = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+_SINKS: dict[str, Any] = {
+    "attn_implementation": "eager", "num_local_experts": 4, "num_experts_per_tok": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}  # fmt: skip
 _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "hf_llama": (transformers.LlamaConfig, {}),
     "hf_qwen3": (transformers.Qwen3Config, {}),
     "hf_gemma3": (transformers.Gemma3TextConfig, _WINDOWS),
+    "hf_gpt_oss": (transformers.GptOssConfig, _WINDOWS | _SINKS),
 }
 MODELS = ("gpt", "llama", *_CONFIGS)
 
@@ -173,9 +179,14 @@ def outcome(case: Case) -> tuple[str, str]:
 def cases() -> Iterator[Case]:
     """All of them; on eight ranks, each model in one way and mask after another."""
     for number, (model, plan) in enumerate(itertools.product(MODELS, LARGE_PLANS)):
-        yield Case(model, MASKS[number % 3], plan, CONTEXTS[(number // 3 + 1) % 3])
-    for context in ("ring", "heads", "gather"):
-        yield from (Case(*rest, context) for rest in itertools.product(MODELS, MASKS, PLANS))
+        yield Case(model, _masks(model)[number % len(_masks(model))], plan, CONTEXTS[(number // 3 + 1) % 3])
+    for context, model in itertools.product(("ring", "heads", "gather"), MODELS):
+        yield from (Case(model, *rest, context) for rest in itertools.product(_masks(model), PLANS))
+
+
+def _masks(model: str) -> tuple[str, ...]:
+    """Attention that is written out is as its model has it."""
+    return ("causal", "packed") if model == "hf_gpt_oss" else MASKS
 
 
 def main() -> int:

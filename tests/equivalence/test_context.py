@@ -51,6 +51,18 @@ def hugging_face(config: Any, length: int) -> tuple[nn.Module, Tensors]:
     return model, {"input_ids": tokens, "labels": labels}
 
 
+SINKS: dict[str, Any] = {
+    "head_dim": 8, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "attn_implementation": "eager", "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}  # fmt: skip
+"""Every other layer sees five positions, the others all before; both with sinks."""
+PACKED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "hf_llama_packed": (transformers.LlamaConfig, {}),
+    "hf_mistral_packed": (transformers.MistralConfig, {"sliding_window": 5}),
+    "hf_gpt_oss_packed": (transformers.GptOssConfig, SINKS),
+}
+
+
 @cache
 def built(name: str, length: int = 16) -> tuple[nn.Module, Tensors]:
     """A small model, and a batch of two sequences."""
@@ -61,9 +73,11 @@ def built(name: str, length: int = 16) -> tuple[nn.Module, Tensors]:
         return hugging_face(transformers.Qwen3Config(head_dim=8, **SIZES), length)
     if name == "hf_mistral":
         return hugging_face(transformers.MistralConfig(sliding_window=5, **SIZES), length)
-    if name in ("hf_llama_packed", "hf_mistral_packed"):
-        config = transformers.LlamaConfig if name == "hf_llama_packed" else transformers.MistralConfig
-        model, batch = hugging_face(config(**SIZES, **({} if "llama" in name else {"sliding_window": 5})), length)
+    if name == "hf_gpt_oss":
+        return hugging_face(transformers.GptOssConfig(**SINKS, **SIZES), length)
+    if name in PACKED:
+        config, options = PACKED[name]
+        model, batch = hugging_face(config(**SIZES, **options), length)
         positions = torch.cat([torch.arange(length // 3), torch.arange(length - length // 3)])
         return model, batch | {"position_ids": positions.expand(2, -1).contiguous()}
     module: Any = {"gpt": gpt, "llama": llama}[name]
@@ -83,6 +97,9 @@ CASES = [
     ("hf_mistral", 16, {"cp": 2}),  # each position sees five
     ("hf_llama_packed", 16, {"cp": 4}),  # two documents in each sequence
     ("hf_mistral_packed", 18, {"cp": 2, "tp": 2}),
+    ("hf_gpt_oss", 16, {"cp": 2}),
+    ("hf_gpt_oss", 15, {"cp": 4}),
+    ("hf_gpt_oss_packed", 16, {"cp": 2, "tp": 2}),
 ]
 
 
@@ -92,6 +109,7 @@ IN_TURN = [(*case, CONTEXTS[number % 3]) for number, case in enumerate(CASES)]
 RINGS = [
     ("gpt", 15, {"cp": 4}), ("hf_mistral", 16, {"cp": 2}), ("hf_llama_packed", 16, {"cp": 4}),
     ("hf_mistral", 15, {"cp": 4}), ("hf_mistral_packed", 18, {"cp": 4}),
+    ("hf_gpt_oss", 16, {"cp": 2, "tp": 2}), ("hf_gpt_oss_packed", 15, {"cp": 4}),
 ]  # fmt: skip
 
 
@@ -112,7 +130,8 @@ def test_a_split_sequence_computes_the_same(name: str, length: int, choices: dic
     program = template(model, batch, context=context, **choices)
     assert_equal(model, batch, program)
     assert ("ring=True" in program.source) == (context == "ring")
-    assert ("rt.window_attention" in program.source) == ("mistral" in name)
+    assert ("rt.window_attention" in program.source) == ("mistral" in name or "gpt_oss" in name)
+    assert ("sinks=" in program.source) == ("gpt_oss" in name)
 
 
 def test_a_stage_of_a_pipeline_is_split_by_positions() -> None:

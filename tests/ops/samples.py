@@ -211,7 +211,18 @@ def _windows() -> list[Sample]:
         ((f(2, 4, 12, 2), f(2, 1, 12, 2), f(2, 1, 12, 2), documents.clone()),
          {"window": 7, "length": 12, "ring": True, "enable_gqa": True}),
     ]  # fmt: skip
-    return [Sample(op, args, kwargs, False) for args, kwargs in calls]
+    return [Sample(op, args, kwargs, False) for args, kwargs in calls] + _sinks(documents)
+
+
+def _sinks(documents: Tensor) -> list[Sample]:
+    """The same with a sink for each head: over windows, and over all before."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((f(2, 4, 12, 2), f(2, 4, 12, 2), f(2, 4, 12, 2), f(4)), {"window": 3, "length": 12, "scale": 0.5}),
+        ((f(2, 12, 7, 2), f(2, 4, 7, 2), f(2, 4, 7, 2), f(12)), {"window": 7, "length": 7, "enable_gqa": True}),
+        ((f(2, 4, 12, 2), f(2, 1, 12, 2), f(2, 1, 12, 2), f(4), documents.clone()),
+         {"window": 7, "length": 12, "ring": True, "enable_gqa": True}),
+    ]  # fmt: skip
+    return [Sample("autopar.sink_attention.default", args, kwargs, False) for args, kwargs in calls]
 
 
 def _seen(*shape: int) -> Tensor:

@@ -51,7 +51,7 @@ def test_a_ring_brings_what_is_needed_in_as_few_steps_as_the_window_reaches() ->
             assert come == [rows for rows in wanted if rows[1] > rows[0]]
 
 
-def _whole(length: int, is_packed: bool) -> dict[str, Tensor]:
+def _whole(length: int, is_packed: bool, has_sinks: bool) -> dict[str, Tensor]:
     """Of two samples, and four heads in groups of two."""
     torch.manual_seed(0)
     shapes = {"query": (2, 4, length, 8), "key": (2, 2, length, 8), "value": (2, 2, length, 8)}
@@ -59,26 +59,44 @@ def _whole(length: int, is_packed: bool) -> dict[str, Tensor]:
     made["gradient"] = torch.randn(2, 4, length, 8, dtype=torch.float64)
     if is_packed:
         made["documents"] = (torch.arange(length) + torch.arange(2)[:, None]) // 5
+    if has_sinks:
+        made["sinks"] = torch.randn(4, dtype=torch.float64)
     return made
 
 
+def _learned(whole: dict[str, Tensor]) -> list[Tensor]:
+    return [whole[name].clone().requires_grad_() for name in ("query", "key", "value", "sinks") if name in whole]
+
+
 def _expected(whole: dict[str, Tensor], window: int) -> list[Tensor]:
-    length = whole["query"].size(2)
-    sides = [whole[name].clone().requires_grad_() for name in ("query", "key", "value")]
+    length, learned = whole["query"].size(2), _learned(whole)
     mask = _seen((0, length), (0, length), window).expand(2, 1, -1, -1)
     if "documents" in whole:
         mask = mask & (whole["documents"][:, None, :, None] == whole["documents"][:, None, None])
-    made = F.scaled_dot_product_attention(*sides, mask, enable_gqa=True)
-    return [made.detach(), *torch.autograd.grad(made, sides, whole["gradient"])]
+    if "sinks" in whole:
+        made = _beside_sinks(*learned, mask)
+    else:
+        made = F.scaled_dot_product_attention(*learned, mask, enable_gqa=True)
+    return [made.detach(), *torch.autograd.grad(made, learned, whole["gradient"])]
 
 
+def _beside_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor) -> Tensor:
+    """As gpt-oss of transformers has it: a column of scores that is dropped after the softmax."""
+    key, value = (x.repeat_interleave(2, 1) for x in (key, value))
+    scores = query @ key.mT / query.size(3) ** 0.5 + (~mask).to(query.dtype) * torch.finfo(query.dtype).min
+    scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    return (scores - scores.amax(-1, True)).softmax(-1)[..., :-1] @ value
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize(("length", "window"), [(13, 4), (16, 1), (20, 6), (9, 9)])
-def test_a_window_is_attention_under_its_mask(length: int, window: int, is_packed: bool) -> None:
-    whole = _whole(length, is_packed)
-    sides = [whole[name].clone().requires_grad_() for name in ("query", "key", "value")]
-    made = window_attention(*sides, window, None, length, None, documents=whole.get("documents"))
-    found = [made, *torch.autograd.grad(made, sides, whole["gradient"])]
+def test_a_window_is_attention_under_its_mask(length: int, window: int, is_packed: bool, has_sinks: bool) -> None:
+    whole = _whole(length, is_packed, has_sinks)
+    query, key, value, *sinks = learned = _learned(whole)
+    told = {"documents": whole.get("documents"), "sinks": sinks[0] if sinks else None}
+    made = window_attention(query, key, value, window, None, length, None, **told)
+    found = [made, *torch.autograd.grad(made, learned, whole["gradient"])]
     for one, other in zip(found, _expected(whole, window), strict=True):
         torch.testing.assert_close(one, other)
 
@@ -90,15 +108,17 @@ def test_a_window_is_attention_under_its_mask(length: int, window: int, is_packe
 )
 def test_ranks_that_split_the_sequence_compute_the_same(ranks: int, length: int, window: int, ring: bool) -> None:
     """With windows within the part before, beyond it, and ranks without a query; what goes to another rank is what
-    that sees, no more, and both ways send the same."""
-    for is_packed in (False, True):
-        whole = _whole(length, is_packed)
+    that sees, no more, and both ways send the same. Gradients of sinks are sums over ranks, and send nothing."""
+    for is_packed, has_sinks in ((False, False), (True, False), (False, True)):
+        whole = _whole(length, is_packed, has_sinks)
         results: list[dict[str, Any]] = pool(ranks).run(of_part, window, ring, whole)
         wanted = _expected(whole, window)
         torch.testing.assert_close(torch.cat([one["made"] for one in results], 2), wanted[0])
         for position in range(3):
             parts = [one["gradients"][position] for one in results]
             torch.testing.assert_close(torch.cat(parts, 2), wanted[position + 1])
+        if has_sinks:
+            torch.testing.assert_close(sum(one["gradients"][3] for one in results), wanted[4])
         held, needed = needed_keys(length, ranks, window)
         seen = sum(end - begin for begin, end in needed) - sum(end - begin for begin, end in held)
         row = 2 * 2 * (8 + 8) * 8  # samples, heads of keys, widths, bytes

@@ -18,8 +18,11 @@ def of_part(rank: int, world: int, window: int, ring: bool, whole: dict[str, Ten
     axis, length = Axis("cp", world, rank, torch.distributed.group.WORLD, True), whole["query"].size(2)
     rows = slice(*chunk(length, world, rank))
     sides = [whole[name][:, :, rows].clone().requires_grad_() for name in ("query", "key", "value")]
+    sinks = whole["sinks"].clone().requires_grad_() if "sinks" in whole else None
+    learned = sides if sinks is None else [*sides, sinks]
+    documents = whole.get("documents")
     with comm.count_bytes() as counts:
-        made = window_attention(*sides, window, None, length, axis, documents=whole.get("documents"), ring=ring)
+        made = window_attention(*sides, window, None, length, axis, documents=documents, sinks=sinks, ring=ring)
         forward = sum(counts.values())
-        gradients = torch.autograd.grad(made, sides, whole["gradient"][:, :, rows])
+        gradients = torch.autograd.grad(made, learned, whole["gradient"][:, :, rows])
     return {"made": made.detach(), "gradients": gradients, "bytes": (forward, sum(counts.values()) - forward)}

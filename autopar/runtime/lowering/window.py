@@ -5,6 +5,12 @@ many ranks as that takes: of the one before alone, where a part is as long as th
 is computed, or pass from rank to rank while what is here is computed: in as many steps as the window reaches, and of a
 block no more than the next rank sees. As many bytes either way. What came from others is not kept: the backward pass
 has it come again, and sends the gradients of keys and values straight home.
+
+A head may have a sink (gpt-oss; StreamingLLM): a learned score beside those of the keys, with no value. Its column is
+never made, since it scales a result over the keys alone, and adds to the sums that backward passes read:
+
+    out = softmax over keys · exp(lse) / (exp(lse) + exp(sink))       lse' = log(exp(lse) + exp(sink))
+    ∂sink = −Σ exp(sink − lse') · (out · ∂out)                        over samples and queries
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from autopar.runtime.lowering.band import Band, add_band, add_band_gradients, ne
 from autopar.runtime.lowering.halo import Range, fetched, given_back
 from autopar.runtime.lowering.parts import PartQueries, ScoreSums, empty_part
 from autopar.runtime.lowering.spread import Spread
+from autopar.runtime.lowering.statistics import widen
 from autopar.runtime.mesh import Axis
 
 __all__ = ["window_attention"]
@@ -28,19 +35,20 @@ __all__ = ["window_attention"]
 
 def window_attention(
     query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None, length: int, axis: Axis | None, *,
-    documents: Tensor | None = None, ring: bool = False,
+    documents: Tensor | None = None, sinks: Tensor | None = None, ring: bool = False,
 ) -> Tensor:  # fmt: skip
     """`F.scaled_dot_product_attention` of (batch, heads, length, width) where position i sees those from i − window + 1
     up to itself, of its own document: all of them split along length over `axis`, None where this rank has all.
 
     Query heads may be a multiple of the heads of keys and values. documents: a number for each of all positions (batch,
-    length). ring: keys and values pass from rank to rank. Every rank must call it, even one without a query.
+    length). sinks: a score for each query head (heads,), whose weight goes nowhere. ring: keys and values pass from
+    rank to rank. Every rank must call it, even one without a query.
     """
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
     group = query.size(1) // key.size(1) if key.size(1) else 1
     spread = Spread(axis, (length, length), False, scale, group)
     told = _WindowCall(spread, min(window, length), ring and axis is not None)
-    result: Tensor = _WindowAttention.apply(query, key, value, documents, told)  # type: ignore[no-untyped-call]
+    result: Tensor = _WindowAttention.apply(query, key, value, documents, sinks, told)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -69,24 +77,41 @@ class _WindowAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, told: _WindowCall
-    ) -> Tensor:
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, sinks: Tensor | None,
+        told: _WindowCall,
+    ) -> Tensor:  # fmt: skip
         whole, band = empty_part(query, value.size(3)), told.band(documents)
         for keys, one, other in _blocks(key, value, told):
             sides = told.spread.each_head(one), told.spread.each_head(other)
             add_band(whole, query, told.own, *sides, keys, band)
+        lse = whole.sums.top + whole.sums.total.log()
+        lse = lse if sinks is None else _with_sinks(whole.result, lse, sinks)
         out = torch.empty_like(query) if query.size(3) == value.size(3) else query.new_empty(whole.result.shape)
         out.copy_(whole.result)
-        ctx.save_for_backward(query, key, value, out, documents, whole.sums.top + whole.sums.total.log())
+        ctx.save_for_backward(query, key, value, out, documents, sinks, lse)
         ctx.told = told
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, documents, lse = ctx.saved_tensors
+        query, key, value, out, documents, sinks, lse = ctx.saved_tensors
         own = PartQueries(query, out, grad, ScoreSums(lse, torch.ones_like(lse)))
         found = _ring_gradients if ctx.told.is_ring else _fetched_gradients
-        return *found(own, key, value, ctx.told.band(documents), ctx.told), None, None
+        of_sinks = None if sinks is None else _sink_gradient(own, sinks)
+        return *found(own, key, value, ctx.told.band(documents), ctx.told), None, of_sinks, None
+
+
+def _with_sinks(result: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Scales the result over keys, in place, by the share of the weights that sinks leave; the sums with these."""
+    scores = widen(sinks)[:, None]
+    result.mul_((lse - scores).sigmoid().unsqueeze(-1))
+    return torch.logaddexp(lse, scores)
+
+
+def _sink_gradient(own: PartQueries, sinks: Tensor) -> Tensor:
+    """Of the scores of sinks: the result does not have them, only their share of the weights."""
+    weights = (widen(sinks)[:, None] - own.sums.top).exp_()
+    return weights.mul_((widen(own.grad) * own.out).sum(-1)).sum((0, 2)).neg_().to(sinks.dtype)
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]
