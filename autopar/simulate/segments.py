@@ -115,7 +115,7 @@ def segments_of(
         leaves = tuple(places[name] for name in after)
         ends = number == 0, number == len(runs) - 1
         form: Hashable = ("a whole stage", len(kinds))  # like no other
-        if len(runs) > 1 or (is_cut and graph.ends is not None):
+        if len(runs) > 1:
             again = Recomputed(recomputed, tensors)
             form = _form(graph, facts, again, run, enters, leaves, (*made, *begun), stored, ends, way)
         kind = kinds.setdefault(form, len(kinds))
