@@ -10,6 +10,7 @@ from autopar.ops.notation import AxisRule
 from tests.ops.interpreter import check, make_case
 from tests.ops.samples import Sample, close, exact, f, ids
 
+torch.manual_seed(0)  # of samples that draw a 0 some wrong rules are right
 WRONG: list[tuple[Sample, tuple[Type, ...], tuple[Type, ...]]] = [
     (close("gelu.default", f(4, 6)), (P,), (P,)),
     (close("softmax.int", f(4, 6), 1), (S(1),), (S(1),)),
