@@ -125,6 +125,7 @@ class Engine:
         self.links: dict[str, int] = dict(carried.links)
         self.in_flight = list(carried.in_flight)
         self.moved: dict[int, tuple[int, int]] = {}  # of what was carried
+        self._sent: dict[tuple[str, int], list[int]] = {}  # collectives that others may delay, by stream and end
         self._slowdowns = slowdowns
         self.num_carried = 1
         self.host_ns = host_ns  # until when the host is busy launching what was submitted
@@ -198,6 +199,7 @@ class Engine:
         slowdown = self._slowdowns.get(level)
         if slowdown is not None or level != link:
             self.in_flight.append((start, end, slowdown or 1.0, link))
+            self._sent.setdefault((link, end), []).append(len(tasks))
         tasks.append((link, name, start, end, kind))
         return len(tasks) - 1
 
@@ -240,11 +242,14 @@ class Engine:
     def _move(self, moved: Mapping[tuple[str, int], tuple[int, int]]) -> None:
         """By stream and end, when collectives are under way; among them those that an earlier pass or part began."""
         ends = {old: new for (_, old), new in moved.items()}
-        for number, (stream, name, _, end, kind) in enumerate(self.tasks):
-            if (stream, end) in moved:
-                self.tasks[number] = stream, name, *moved[stream, end], kind
-            elif not stream and end in ends:
-                self.tasks[number] = stream, name, 0, ends[end][1], kind
+        tasks = self.tasks
+        for number in range(1, self.num_carried):
+            if (end := tasks[number][3]) in ends:
+                tasks[number] = "", "", 0, ends[end][1], tasks[number][4]
+        for (stream, begin, end), numbers in [((old[0], *new), self._sent.pop(old, ())) for old, new in moved.items()]:
+            for number in numbers:
+                tasks[number] = stream, tasks[number][1], begin, end, tasks[number][4]
+            self._sent.setdefault((stream, end), []).extend(numbers)
         for old, (_, new) in self.moved.items():
             self.moved[old] = ends.get(new, self.moved[old])
         for old, new_span in ends.items():
