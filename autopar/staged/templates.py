@@ -31,6 +31,7 @@ from autopar.staged.layered import Layered
 from autopar.staged.looks import NEVER, Looks
 from autopar.staged.ways import Int64Array, Setting, StageStrategy
 from autopar.tunables import (
+    FAR_TEMPLATE,
     FEW_DEVICES,
     LESS_EACH,
     LIKELY_STAGES,
@@ -185,7 +186,8 @@ class StageTemplates:
                     own = stored_as(kind, known, setting, copied_bytes(self.layered, setting))
                     least_ns, found = self._of_setting(way, own)
                     yield from found
-                    bound += [setting] if least_ns < min((one.step_ns for one in found), default=NEVER) else []
+                    is_bound = least_ns < min((one.step_ns for one in found), default=NEVER)
+                    bound += [setting] if is_bound and least_ns <= self._told_ns(setting) else []
                 open_ = [one for one in bound if self._may_be_near(one)]
                 if not open_:
                     break
@@ -199,6 +201,10 @@ class StageTemplates:
         """Up to what an estimate is near the best: of one stage, near those of one stage, as estimates of schedules
         leave out what stages wait for each other."""
         return self.near * (self._alone_ns if setting.num_stages == 1 else self.best_ns)
+
+    def _told_ns(self, setting: Setting) -> float:
+        """Up to what an estimate says something of its shape (`Looks.of_shape`)."""
+        return max(1.0, FAR_TEMPLATE / self.near) * self._near_ns(setting)
 
     def _on_stages(self, tp: int, ep: int, samples: int) -> Iterator[Setting]:
         """The settings on all numbers of stages that devices, layers and the batch allow."""
