@@ -124,11 +124,14 @@ def _on_whole(graph: Graph, found: GraphCandidate, pricer: Pricer) -> list[Graph
 
 def with_causal_attention(graph: Graph, constraints: Sequence[Constraint]) -> tuple[Graph, tuple[Substitution, ...]]:
     """The graph whose attention operators know that they are causal, and the substitutions that say so, if any: of all
-    that a search finds, so that none is chosen for masks that nobody has to read. Where attention is written out, its
-    mask is that of one sample. What constraints speak of stays."""
+    that a search finds, so that none is chosen for masks that nobody has to read. Of long sequences, windows of half
+    the keys or less are known, too, and sinks; where attention is written out otherwise, its mask is that of one
+    sample. What constraints speak of stays."""
     steps = list[Substitution]()
     for rule, statement, found, told in (
         (RULE, STATEMENT, under_causal_masks, without_masks),
+        (bands.RULE, bands.STATEMENT, bands.over_narrow_windows, bands.with_windows),
+        (sinks.RULE, sinks.STATEMENT, sinks.over_long_sinks, sinks.with_sinks),
         (triangles.RULE, triangles.STATEMENT, triangles.under_expanded_masks, triangles.with_triangles),
     ):
         pinned = pinned_tensors(graph, constraints)

@@ -193,6 +193,11 @@ small models that just fit are planned twice for nothing; doubled, some compute 
 LONG_SEQUENCE = 16_384
 """Where attention has so many queries a sample, templates that split sequences are looked at: others have room enough
 for samples and heads, and are planned as if there were none."""
+TOLD_SEQUENCE = 1_024
+"""Of so many queries a sample on, attention is told what its mask says wherever that spares scores or half of them,
+whether sequences are split or not. Halved, short sequences run in several small kernels; doubled, scores that are
+written out take most of the memory of some models.
+"""
 LEAST_PLACE_SHARE = 0.25
 """Of the budget what that search has at least, however long the one for stages took; beside a plan of stages it ends
 then. Doubled, large models on few devices take up to a quarter of the budget longer, mostly for nothing."""

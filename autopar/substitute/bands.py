@@ -25,6 +25,7 @@ from autopar.ops.window_attention import WINDOW_ATTENTION
 from autopar.substitute.constants import Constants, Value, one_number
 from autopar.substitute.heads import RESHAPES, unrepeated_heads
 from autopar.substitute.intervals import Intervals, common, compared, true_in
+from autopar.tunables import TOLD_SEQUENCE
 
 RULE = "window-attention"
 STATEMENT = "attention(q, k, v, mask) => attention over a window, without a mask, where the mask is one"
@@ -56,6 +57,16 @@ def _windows(graph: Graph) -> dict[str, SeenWindow]:
 def over_windows(graph: Graph) -> tuple[str, ...]:
     """The names of the attention operators whose mask is a sliding window, of fewer keys than there are."""
     return tuple(_windows(graph))
+
+
+def over_narrow_windows(graph: Graph) -> tuple[str, ...]:
+    """Those of long sequences whose window is half of the keys or less: a kernel that reads the mask would compute
+    twice as much, or more."""
+    lengths = {name: graph.tensors[graph.node_by_name[name].operands[1]].shape[2] for name in _windows(graph)}
+    return tuple(
+        name for name, window in _windows(graph).items()
+        if lengths[name] >= TOLD_SEQUENCE and 2 * window.size <= lengths[name]
+    )  # fmt: skip
 
 
 def with_windows(graph: Graph, names: Sequence[str]) -> Graph:

@@ -23,6 +23,7 @@ from autopar.ops.window_attention import SINK_ATTENTION
 from autopar.substitute.bands import MaskReader, SeenWindow
 from autopar.substitute.constants import one_number
 from autopar.substitute.heads import RESHAPES, unrepeated
+from autopar.tunables import TOLD_SEQUENCE
 
 RULE = "sink-attention"
 STATEMENT = "slice(softmax(cat(scores + mask, sinks))) · v => attention over a window with sinks, without a mask"
@@ -67,6 +68,15 @@ def over_sinks(graph: Graph) -> tuple[str, ...]:
     return tuple(_attention(graph))
 
 
+def over_long_sinks(graph: Graph) -> tuple[str, ...]:
+    """Those of long sequences, whose scores would take most of the memory."""
+    return tuple(name for name, (found, _) in _attention(graph).items() if _length(graph, found) >= TOLD_SEQUENCE)
+
+
+def _length(graph: Graph, found: SinkAttention) -> int:
+    return graph.tensors[found.query].shape[2]
+
+
 def with_sinks(graph: Graph, names: Sequence[str]) -> Graph:
     """The graph in which these are one operator that is told its window, without what only made scores and masks.
     Raises PlanError where one is no such product."""
@@ -82,8 +92,7 @@ def _told(graph: Graph, node: Node, found: SinkAttention, window: SeenWindow) ->
     is_grouped = None not in heads and len({graph.tensors[name or ""].shape[1] for name in heads}) == 1
     sides = [name for name in heads if name is not None] if is_grouped else [found.key, found.value]
     names = [found.query, *sides, found.sinks, *([window.documents] if window.documents else [])]
-    length = graph.tensors[found.query].shape[2]
-    kwargs = {"scale": found.scale, "enable_gqa": is_grouped, "window": window.size, "length": length}
+    kwargs = {"scale": found.scale, "enable_gqa": is_grouped, "window": window.size, "length": _length(graph, found)}
     return replace(node, op=SINK_ATTENTION, args=tuple(map(Ref, names)), kwargs=tuple(kwargs.items()))
 
 

@@ -200,6 +200,8 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first of them")
     parser.add_argument("--output", type=Path, help="folder for the table")
     options = parser.parse_args()
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
     asked = (options.models, options.masks, options.plans, options.contexts)
     rows, started = dict[Case, str](), time.monotonic()
     every = [case for case in cases() if all(value in wanted for value, wanted in zip(case, asked, strict=True))]

@@ -33,6 +33,7 @@ from autopar.errors import AutoparError, InternalError
 from autopar.ir.graph import Graph
 from autopar.profiler.host import cpu_model
 from autopar.rewrites import graph_of
+from autopar.substitute.sinks import over_sinks, with_sinks
 from autopar.trace import trace
 from tests.equivalence.harness import Tensors, differences, run_rank, run_single
 from tests.equivalence.predicted import bytes_by_submesh
@@ -59,6 +60,13 @@ def _mixtral(count: int, **options: Any) -> Any:
     )
 
 
+def _gpt_oss(count: int) -> transformers.GptOssConfig:
+    return transformers.GptOssConfig(
+        intermediate_size=16, num_local_experts=8, num_experts_per_tok=count, head_dim=8, sliding_window=5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **_DECODER
+    )  # fmt: skip
+
+
 #: of a number of choices; the loss that balances experts is a mean over all tokens
 MODELS: dict[str, Any] = {
     "mixtral": lambda count: _mixtral(count),
@@ -70,10 +78,8 @@ MODELS: dict[str, Any] = {
     "deepseek": lambda count: transformers.DeepseekV3Config(
         intermediate_size=24, moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=count, **_LATENT
     ),
-    "gpt_oss": lambda count: transformers.GptOssConfig(
-        intermediate_size=16, num_local_experts=8, num_experts_per_tok=count, head_dim=8, sliding_window=5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **_DECODER
-    ),
+    "gpt_oss": lambda count: _gpt_oss(count),
+    "gpt_oss_told": lambda count: _gpt_oss(count),  # its attention told windows and sinks, as of long sequences
 }  # fmt: skip
 
 ONE = "one expert"
@@ -154,7 +160,8 @@ def _single(model_name: str, routing: str) -> Any:
 @cache
 def _graph(model_name: str, choices: int) -> Graph:
     """Weights do not matter to it."""
-    return trace(*build(model_name, ROUTINGS[0] if choices > 1 else ONE))
+    graph = trace(*build(model_name, ROUTINGS[0] if choices > 1 else ONE))
+    return with_sinks(graph, over_sinks(graph)) if model_name == "gpt_oss_told" else graph
 
 
 @cache
@@ -226,6 +233,8 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first of them")
     parser.add_argument("--output", type=Path, help="folder for the table")
     options = parser.parse_args()
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
     started, rows = time.monotonic(), dict[Case, tuple[str, str]]()
     every = list(itertools.product(options.models, options.plans, options.chunks, options.routings))
     for model_name, plan_name, chunks, routing in every[options.first :: options.every]:

@@ -335,6 +335,8 @@ def main() -> int:
     parser.add_argument("--schedules", nargs="*", default=[*SCHEDULES])
     parser.add_argument("--output", type=Path, help="folder for the table")
     options = parser.parse_args()
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
     rows, started = [], time.monotonic()
     for model_name, plan_name, schedule in itertools.product(options.models, options.plans, options.schedules):
         rows.append(prove(model_name, plan_name, schedule))

@@ -25,6 +25,7 @@ CASES = [
     Case("deepseek", "ep", "none to a rank", 1),
     Case("deepseek", "ep_zero3", "power law", 4),
     Case("gpt_oss", "ep_tp", ONE, 1),
+    Case("gpt_oss_told", "ep_tp", "power law", 4),
     Case("qwen3_moe", "ep_over_cp", "balanced", 4),
 ]
 
@@ -37,6 +38,7 @@ CASES = [
         "qwen3_moe, ep_pp, one expert, 4 chunks",
         "deepseek, ep_zero3, power law, 4 chunks",
         "gpt_oss, ep_tp, one expert, 1 chunk",
+        "gpt_oss_told, ep_tp, power law, 4 chunks",
         "qwen3_moe, ep_over_cp, balanced, 4 chunks",
     )
 )

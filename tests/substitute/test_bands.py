@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from autopar.contexts import for_sequences
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
+from autopar.rewrites import with_causal_attention
 from autopar.substitute.bands import over_windows, with_windows
 from autopar.trace import trace
 
@@ -121,3 +122,17 @@ def test_no_mask_of_a_long_sequence_is_left(is_packed: bool) -> None:
     told, steps = for_sequences(trace(model, batch))
     assert "window-attention" in [step.rule for step in steps]
     assert max(tensor.num_elements for tensor in _used(told)) < length**2 // 64
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "is_told"), [(2_048, 1_024, True), (2_048, 1_025, False), (512, 8, False)]
+)
+def test_narrow_windows_are_told_wherever_sequences_are_long(length: int, window: int, is_told: bool) -> None:
+    config = transformers.MistralConfig(
+        num_hidden_layers=1, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+        vocab_size=128, max_position_embeddings=length, use_cache=False, sliding_window=window,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model, ids = transformers.AutoModelForCausalLM.from_config(config), torch.zeros(2, length, dtype=torch.int64)
+    _, steps = with_causal_attention(trace(model, {"input_ids": ids, "labels": ids}), ())
+    assert [step.rule for step in steps] == ["window-attention"] * is_told

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from autopar.contexts import for_sequences
 from autopar.errors import PlanError
+from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
+from autopar.rewrites import with_causal_attention
 from autopar.substitute.sinks import over_sinks, with_sinks
 from autopar.trace import trace
 
@@ -98,19 +100,39 @@ def _used(graph: Graph) -> list[Any]:
     return [graph.tensors[name] for node in graph.nodes for name in (*node.operands, *node.results)]
 
 
-def test_no_scores_of_a_long_sequence_are_left() -> None:
-    """131,072 tokens: the scores of one head and sample have 69 GB; half of the layers see all of them."""
-    length = 131_072
-    config = transformers.GptOssConfig(
+def _of_gpt_oss(length: int) -> transformers.GptOssConfig:
+    """Small; the first layer sees a window, the second all."""
+    return transformers.GptOssConfig(
         num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
         vocab_size=128, max_position_embeddings=length, use_cache=False, sliding_window=128, head_dim=16,
         num_local_experts=2, num_experts_per_tok=1, attn_implementation="eager",
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     )  # fmt: skip
+
+
+def test_no_scores_of_a_long_sequence_are_left() -> None:
+    """131,072 tokens: the scores of one head and sample have 69 GB; half of the layers see all of them."""
+    length = 131_072
     with torch.device("meta"):
-        model, ids = transformers.AutoModelForCausalLM.from_config(config), torch.zeros(1, length, dtype=torch.int64)
+        model = transformers.AutoModelForCausalLM.from_config(_of_gpt_oss(length))
+        ids = torch.zeros(1, length, dtype=torch.int64)
     told, steps = for_sequences(trace(model, {"input_ids": ids, "labels": ids}))
     assert "sink-attention" in [step.rule for step in steps]
     windows = [dict(node.kwargs)["window"] for node in told.nodes if node.op == SINKS]
     assert windows == [128, length]
     assert max(tensor.num_elements for tensor in _used(told)) < length**2 // 64
+
+
+@pytest.mark.parametrize(("length", "is_told"), [(2_048, True), (512, False)])
+def test_they_are_told_wherever_sequences_are_long(length: int, is_told: bool) -> None:
+    """Split or not: scores of 8,192 tokens in all heads take more than a device has."""
+    config = _of_gpt_oss(length)
+    with torch.device("meta"):
+        model, ids = transformers.AutoModelForCausalLM.from_config(config), torch.zeros(2, length, dtype=torch.int64)
+    graph = trace(model, {"input_ids": ids, "labels": ids})
+    told, steps = with_causal_attention(graph, ())
+    assert [step.rule for step in steps] == ["sink-attention"] * is_told
+    assert any(tensor.shape[-2:] == (length, length) for tensor in _used(told)) is not is_told
+    names = [node.results[0] for node in graph.nodes if node.name in over_sinks(graph)]
+    kept, _ = with_causal_attention(graph, [Constraint(names[0], ("R",), what="tensor")])
+    assert sum(node.op == SINKS for node in kept.nodes) == is_told  # what a constraint speaks of stays
