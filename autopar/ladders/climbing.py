@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 from autopar.clock import guarded
@@ -26,6 +26,7 @@ from autopar.errors import AutoparError, InfeasibleError
 from autopar.intraop import costs_of
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Choice, Plan
+from autopar.ir.schedule import PLAIN
 from autopar.ir.tried import Tried
 from autopar.ladders.shared import RungLayers, SharedLayers
 from autopar.microbatch import check_plan
@@ -108,10 +109,15 @@ class Climb:
         return looks
 
     def _with_more_kept(self, looks: Looks) -> list[EstimatedStages]:
-        """The best again, with as few layers computed again as fit, and as few as fit surely."""
+        """The best again, with as few layers computed again as fit, and as few as fit surely; and the best of whole
+        stages, of which the last hold so few microbatches that they may keep all."""
         most = looks.layered.admitted
         surely = most if self.sure is None else self.sure.most_bytes(most)
-        more = (kept_more(looks.layered, looks.candidates, size) for size in sorted({most, surely}))
+        whole = [one for one in looks.candidates if one.schedule == PLAIN and len(one.ways) > 1]
+        more = (
+            kept_more(looks.layered, some, size)
+            for some, size in product((looks.candidates, whole), sorted({most, surely}))
+        )
         different = {_how_it_runs(one): one for one in chain.from_iterable(more)}
         return [*looks.candidates, *different.values()]
 
