@@ -26,7 +26,8 @@ from tests.garbage import collect_seldom
 
 #: what every rank needs and takes seconds to import: a server imports it once, and ranks are forks of that
 PRELOADED = ["torch.distributed.tensor", "torch.distributed.pipelining", "torch.distributed.pipelining.schedules",
-             "autopar.runtime", "autopar.program", "autopar.driver", "benchmarks.accuracy.memory"]  # fmt: skip
+             "autopar.runtime", "autopar.program", "autopar.driver", "benchmarks.accuracy.memory", "transformers",
+             "pytest"]  # fmt: skip
 START_S = 200.0  # for the first job: processes start slowly on a busy machine
 
 

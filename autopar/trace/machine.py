@@ -181,15 +181,7 @@ def _is_of_library(file: str) -> bool:
 def _replaced(others: dict[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
     """While inside, every module has others in the place of some functions, under whatever name it took them."""
     by_id = {id(own): other for own, other in others.items()}
-    places = [
-        (names, name, value)
-        for module in list(sys.modules.values())
-        if isinstance(module, ModuleType) and not module.__name__.startswith(("torch.", "autopar."))
-        for names in (vars(module),)
-        if not by_id.keys().isdisjoint(map(id, list(names.values())))  # most modules have none of them
-        for name, value in list(names.items())
-        if id(value) in by_id
-    ]
+    places = _places(frozenset(by_id))
     try:
         for names, name, value in places:
             names[name] = by_id[id(value)]
@@ -197,3 +189,42 @@ def _replaced(others: dict[Callable[..., Any], Callable[..., Any]]) -> Iterator[
     finally:
         for names, name, value in places:
             names[name] = value
+
+
+_LOOKED_AT: dict[frozenset[int], dict[str, tuple[ModuleType, int, list[str]]]] = {}
+"""Installed modules by the functions that were looked for: the module, how much it held, under which names it had some.
+
+Looking through all again takes an eighth of the time that tracing a small model does. What is not installed, which
+may be the model's own, is looked through each time, and so is what holds more, or less, than it did."""
+
+
+def _places(wanted: frozenset[int]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Where modules hold objects of these ids: the module's names, the name, and the object."""
+    known, places = _LOOKED_AT.setdefault(wanted, {}), []
+    for module_name, module in list(sys.modules.items()):
+        seen = known.get(module_name)
+        if seen is not None and seen[0] is module and seen[1] == len(module.__dict__):
+            found = seen[2]
+        elif isinstance(module, ModuleType):
+            is_own = module.__name__.startswith(("torch.", "autopar."))
+            found = [] if is_own else _names_in(module, wanted)
+            if is_own or _is_installed(module):
+                known[module_name] = module, len(module.__dict__), found
+        else:
+            continue
+        if found:
+            names = module.__dict__
+            places += [(names, name, names[name]) for name in found if id(names.get(name)) in wanted]
+    return places
+
+
+def _names_in(module: ModuleType, wanted: frozenset[int]) -> list[str]:
+    names = module.__dict__
+    if wanted.isdisjoint(map(id, list(names.values()))):  # most modules have none of them
+        return []
+    return [name for name, value in list(names.items()) if id(value) in wanted]
+
+
+def _is_installed(module: ModuleType) -> bool:
+    file = module.__dict__.get("__file__")
+    return isinstance(file, str) and ("site-packages" in file or file.startswith(_STDLIB))
