@@ -7,11 +7,13 @@ what `pip install -e '.[notebooks]'` installs.
 from __future__ import annotations
 
 import sys
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import jupytext
 from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell
 
 FOLDER = Path(__file__).parent
 TIMEOUT_SECONDS = 300
@@ -24,13 +26,22 @@ def texts() -> list[Path]:
 
 def executed(path: Path) -> Any:
     """A notebook from its text with what its cells show. Raises CellExecutionError with the cell that fails."""
-    notebook = jupytext.read(path)
-    for number, cell in enumerate(notebook.cells):
-        cell.id = f"cell-{number}"  # drawn at random otherwise, and new each time
-    NotebookClient(notebook, timeout=TIMEOUT_SECONDS, resources={"metadata": {"path": str(FOLDER)}}).execute()
-    for cell in notebook.cells:
+    return executed_in_turn([path])[0]
+
+
+def executed_in_turn(paths: list[Path]) -> list[Any]:
+    """The same of several, in one process, which imports torch once: each finds no names but its own, in its folder."""
+    notebooks = [jupytext.read(path) for path in paths]
+    whole = copy(notebooks[0])
+    whole.cells = []
+    for notebook in notebooks:
+        for number, cell in enumerate(notebook.cells):
+            cell.id = f"cell-{number}"  # drawn at random otherwise, and new each time
+        whole.cells += [new_code_cell(f"%reset -f\n%cd {FOLDER}"), *notebook.cells]
+    NotebookClient(whole, timeout=TIMEOUT_SECONDS, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    for cell in whole.cells:
         cell.metadata.pop("execution", None)  # when each cell ran
-    return notebook
+    return notebooks
 
 
 def main(names: list[str]) -> None:

@@ -4,7 +4,9 @@ A test says so itself: `@pytest.mark.sampled` keeps, of all combinations of its 
 each parameter appears; `sampled(times=2)` as few in which each appears twice, beside different values of the others;
 `sampled(together=2)` those in which each value meets each value of every other parameter; `always=("gpt-tp",)` keeps
 those of these names before it chooses others. `sampled(only=("gpt-tp",))` keeps those of these names and no others,
-whose mechanisms they, or other tests, have between them. `@pytest.mark.whole`, on a test or on one of its cases, is
+whose mechanisms they, or other tests, have between them. Of choices that are a dict or a dataclass, as a template's are,
+each option, and each two options that some case has together, appears: {"dp": 2} is left out beside {"dp": 2, "zero":
+3}. `@pytest.mark.whole`, on a test or on one of its cases, is
 for what others in the suite show too: it runs with `--whole` alone, or when it is asked for by name.
 """
 
@@ -12,8 +14,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pytest
@@ -62,10 +65,33 @@ def others(items: Sequence[pytest.Item], names: Collection[str]) -> list[pytest.
     return [item for item, name in zip(items, ids, strict=True) if name not in names]
 
 
+def row_of_values(parameters: Mapping[str, Any]) -> Row:
+    """A case by its parameters."""
+    return {name: repr(value) for name, value in parameters.items()}
+
+
+def row(parameters: Mapping[str, Any]) -> Row:
+    """A case by its parameters: of each that consists of options, by these, and by each two of them."""
+    found: dict[str, Hashable] = {}
+    for name, value in parameters.items():
+        options = _options(value)
+        own = {f"{name}.{option}": repr(chosen) for option, chosen in options.items()} or {name: repr(value)}
+        pairs = combinations(sorted(own.items()), 2)
+        found |= own | {f"{first} {second}": (one, other) for (first, one), (second, other) in pairs}
+    return found
+
+
+def _options(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, dict):
+        return value
+    return vars(value) if is_dataclass(value) and not isinstance(value, type) else {}
+
+
 def _rest(items: list[pytest.Item]) -> list[pytest.Item]:
     marker = items[0].get_closest_marker("sampled")
-    rows = [{name: repr(value) for name, value in item.callspec.params.items()} for item in items]  # type: ignore[attr-defined]
     choices = dict(marker.kwargs) if marker else {}
+    written = row if choices.get("together", 1) == 1 else row_of_values
+    rows = [written(item.callspec.params) for item in items]  # type: ignore[attr-defined]
     if "only" in choices:
         return others(items, choices["only"])
     named = choices.pop("always", ())

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.sampling import Row, others, sample
+from tests.sampling import Row, others, row, sample
+
+
+@dataclass(frozen=True)
+class TwoOptions:
+    dp: int
+    tp: int
 
 
 def rows(*sizes: int) -> list[Row]:
@@ -38,6 +45,23 @@ def test_what_is_no_product_stays_whole() -> None:
     listed = [{"a": number, "b": number} for number in range(7)]
     assert sample(listed) == [*range(7)]
     assert sample([{"a": 3}]) == [0] and sample([]) == []
+
+
+def test_choices_that_others_have_beside_further_ones_are_left_out() -> None:
+    """Not where a model, or two options together, would appear no more."""
+    choices: list[tuple[str, dict[str, object]]] = [
+        ("gpt", {"dp": 2}),
+        ("gpt", {"dp": 2, "zero": 3}),
+        ("llama", {"dp": 2}),
+        ("gpt", {"tp": 2}),
+        ("gpt", {"dp": 2, "tp": 2}),
+        ("gpt", {"dp": 2, "zero": 1}),
+        ("gpt", {}),
+    ]
+    kept = sample([row({"model": name, "choices": chosen}) for name, chosen in choices])
+    assert [choices[at] for at in kept] == [choices[at] for at in (1, 2, 4, 5, 6)]
+    layouts = [SimpleNamespace(x=1), TwoOptions(2, 3), TwoOptions(2, 4), TwoOptions(1, 4), TwoOptions(2, 3)]
+    assert sample([row({"layout": one}) for one in layouts]) == [0, 1, 2, 3]
 
 
 def test_what_is_named_is_kept_and_counts() -> None:

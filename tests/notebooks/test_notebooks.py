@@ -13,7 +13,7 @@ import pytest
 
 jupytext = pytest.importorskip("jupytext", reason="needs pip install -e '.[notebooks]'")
 
-from notebooks.execute import executed, texts  # noqa: E402  (it imports jupytext)
+from notebooks.execute import executed_in_turn, texts  # noqa: E402  (it imports jupytext)
 
 PICTURES = {
     "1_first_plan": 2,
@@ -44,14 +44,23 @@ def test_all_notebooks_are_known() -> None:
     assert [path.stem for path in texts()] == [*PICTURES] == [*SAID]
 
 
+@pytest.fixture(scope="module")
+def shown(request: pytest.FixtureRequest) -> dict[Path, Any]:
+    """The notebooks that are asked for, run in one process: most of their time was its start."""
+    items = (item for item in request.session.items if getattr(item, "originalname", "") == "test_the_notebook_runs")
+    paths = [item.callspec.params["path"] for item in items]  # type: ignore[attr-defined]
+    return dict(zip(paths, executed_in_turn(paths), strict=True))
+
+
 # The first launches ranks as the README's way does (tests/pages), the fifth plans a large model as tests/pipeline does:
 # what these two call is looked up below.
 @pytest.mark.sweep
 @pytest.mark.sampled(only=("2_reading_a_plan", "3_how_the_cost_model_was_checked", "4_your_own_operator_and_cluster"))
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("path", texts(), ids=lambda path: path.stem)
-def test_the_notebook_runs(path: Path) -> None:
+def test_the_notebook_runs(path: Path, shown: dict[Path, Any]) -> None:
     """From its text, as it is: each cell, its assertions included, its pictures, and a fact that it prints."""
-    notebook = executed(path)
+    notebook = shown[path]
     assert pictures(notebook) == PICTURES[path.stem]
     printed = "".join(output.get("text", "") for output in outputs(notebook))
     assert re.search(SAID[path.stem], printed)

@@ -53,6 +53,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=lambda value: str(value).replace(" × ", ","))
 def test_ranks_generate_what_one_device_does(
     name: str, layout: ServedLayout, rank_pool: Callable[[int], RankPool]
