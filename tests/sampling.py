@@ -4,10 +4,10 @@ A test says so itself: `@pytest.mark.sampled` keeps, of all combinations of its 
 each parameter appears; `sampled(times=2)` as few in which each appears twice, beside different values of the others;
 `sampled(together=2)` those in which each value meets each value of every other parameter; `always=("gpt-tp",)` keeps
 those of these names before it chooses others. `sampled(only=("gpt-tp",))` keeps those of these names and no others,
-whose mechanisms they, or other tests, have between them. Of choices that are a dict or a dataclass, as a template's are,
-each option, and each two options that some case has together, appears: {"dp": 2} is left out beside {"dp": 2, "zero":
-3}. `@pytest.mark.whole`, on a test or on one of its cases, is
-for what others in the suite show too: it runs with `--whole` alone, or when it is asked for by name.
+whose mechanisms they, or other tests, have between them. Of choices that are a dict or a dataclass, as a template's
+are, each option, and each two options that some case has together, appears: {"dp": 2} is left out beside
+{"dp": 2, "zero": 3}. `@pytest.mark.whole`, on a test or on one of its cases, is for what others in the suite show too:
+it runs with `--whole` alone, or when it is asked for by name.
 """
 
 from __future__ import annotations

@@ -191,6 +191,9 @@ def _replaced(others: dict[Callable[..., Any], Callable[..., Any]]) -> Iterator[
             names[name] = value
 
 
+_FOUND_HERE = {id(own): own for own in (*_clocks().values(), *_others().values(), datetime.date, datetime.datetime)}
+"""By their ids, which nothing else has while they are held: what is looked for where nobody has replaced it."""
+
 _LOOKED_AT: dict[frozenset[int], dict[str, tuple[ModuleType, int, list[str]]]] = {}
 """Installed modules by the functions that were looked for: the module, how much it held, under which names it had some.
 
@@ -200,8 +203,10 @@ may be the model's own, is looked through each time, and so is what holds more, 
 
 def _places(wanted: frozenset[int]) -> list[tuple[dict[str, Any], str, Any]]:
     """Where modules hold objects of these ids: the module's names, the name, and the object."""
-    known, places = _LOOKED_AT.setdefault(wanted, {}), []
-    for module_name, module in list(sys.modules.items()):
+    known = _LOOKED_AT.setdefault(wanted, {}) if wanted <= _FOUND_HERE.keys() else {}
+    places = []
+    modules: list[tuple[str, Any]] = list(sys.modules.items())  # some are none
+    for module_name, module in modules:
         seen = known.get(module_name)
         if seen is not None and seen[0] is module and seen[1] == len(module.__dict__):
             found = seen[2]

@@ -31,7 +31,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(always=("scaled-{'dp': 2}",))
 @pytest.mark.parametrize(("kind", "how"), CASES, ids=str)
 def test_program_equals_the_model(kind: str, how: dict[str, Any]) -> None:
     assert differences(HOOKED[kind](), batch(), **how) == []

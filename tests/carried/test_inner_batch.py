@@ -155,7 +155,7 @@ def made(model: Callable[[], nn.Module]) -> tuple[nn.Module, tuple[Tensor]]:
     return model(), (torch.randn(BATCH, LENGTH, 6),)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(always=("frames-microbatches",))
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.parametrize(("name", "plan"), CASES)
 def test_program_equals_the_model(name: str, plan: str) -> None:

@@ -51,7 +51,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(always=("counting-how0",))
 @pytest.mark.parametrize("how", [{"dp": 2}, {"tp": 2}, {"dp": 2, "zero": 3}])
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_that_count_or_have_two_names(name: str, how: dict[str, Any]) -> None:

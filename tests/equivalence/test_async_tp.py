@@ -100,6 +100,7 @@ def planned(model: str, name: str, batch: int = BATCH) -> autopar.PlannedProgram
     return autopar.parallelize(given, mesh, inputs, plan=plan, precision=template.get("precision"), check=False)
 
 
+@pytest.mark.sampled
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("model", MODELS)
@@ -116,6 +117,7 @@ def test_programs_equal_the_model(model: str, name: str) -> None:
     assert max((result[4] for result in results), key=lambda sent: sum(sent.values())) == said
 
 
+@pytest.mark.sampled
 @pytest.mark.ranks
 @pytest.mark.parametrize(("model", "name"), [("blocks", "tp2"), ("blocks", "tp2_selective"), ("llama", "tp2")])
 @pytest.mark.parametrize("batch", [1, BATCH])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from _pytest.mark import KeywordMatcher
+from _pytest.mark.expression import Expression
 
 from tests.planted_faults.faults import FAULTS, Fault
 
@@ -37,6 +40,28 @@ def test_there_are_faults_of_every_kind() -> None:
             "microbatch.py",
         )
     }
+
+
+def test_the_suite_runs_a_test_that_each_fault_is_caught_by(request: pytest.FixtureRequest) -> None:
+    """Of products the suite runs a sample: of what a fault selects, some must be in it. Where all tests are asked for:
+    others do not know the sample."""
+    chosen = request.config.option
+    if chosen.keyword or chosen.markexpr or request.config.args != request.config.getini("testpaths"):
+        pytest.skip("needs the whole suite's tests")
+    by_file: dict[str, list[pytest.Item]] = {}
+    for item in request.session.items:
+        by_file.setdefault(str(item.path.relative_to(ROOT)), []).append(item)
+    checks = {check.removeprefix("tests:") for fault in FAULTS for check in fault.checks if check.startswith("tests:")}
+    assert len(checks) > 50
+    assert [check for check in sorted(checks) if not _selected(check, by_file)] == []
+
+
+def _selected(check: str, by_file: dict[str, list[pytest.Item]]) -> list[pytest.Item]:
+    file, *option = shlex.split(check)
+    if not option:
+        return by_file[file]
+    wanted = Expression.compile(option[1])
+    return [item for item in by_file[file] if wanted.evaluate(KeywordMatcher.from_item(item))]
 
 
 @pytest.mark.sweep
