@@ -4,8 +4,6 @@
 
 PYTHON := .venv/bin/python
 WORKERS := 2
-# What each of some hundred processes imports is compiled once, whatever the environment says.
-export PYTHONDONTWRITEBYTECODE =
 INSTALLED := .venv/.installed
 
 .PHONY: demo test unit lint style types tests format docs clean
