@@ -251,10 +251,10 @@ def test_layers_that_are_wrapped_have_no_blocks_inside() -> None:
 
 def test_buckets_of_megatron_grow_with_ranks_and_others_are_as_emitted() -> None:
     megatron, foundry = (software_of(name, read_softwares()) for name in ("Megatron-LM", "llm-foundry"))
-    assert [megatron.bucket_bytes(ranks) // 4 for ranks in (1, 40, 41, 1024)] == [
+    assert [megatron.bucket_bytes(ranks, 1) // 4 for ranks in (1, 40, 41, 1024)] == [
         40_000_000, 40_000_000, 41_000_000, 1_024_000_000,
     ]  # fmt: skip
-    assert foundry.bucket_bytes(1024) == 0
+    assert foundry.bucket_bytes(1024, 3) == 0
 
 
 def test_constants_that_are_not_named_stay() -> None:

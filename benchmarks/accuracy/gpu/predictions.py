@@ -16,10 +16,11 @@ from autopar.odds import operators_variance
 from autopar.simulate import Overlap, Sums, Timeline, simulate
 from autopar.simulate import predict as told_of
 from benchmarks.accuracy.gpu.float8 import cast_before
-from benchmarks.accuracy.gpu.memory import allocated_bytes, held, sums_bytes
+from benchmarks.accuracy.gpu.memory import allocated_bytes, held
 from benchmarks.accuracy.gpu.plans import alike, plan_of, profile_name, reason_against, resized, traced
 from benchmarks.accuracy.gpu.rows import Row
 from benchmarks.accuracy.gpu.softwares import Software, software_of
+from benchmarks.accuracy.gpu.steps import once_a_step_s
 
 EVEN = 0.5
 Result = TypeVar("Result")
@@ -107,19 +108,11 @@ def predict(item: Planned, softwares: tuple[Software, ...], profiles: Mapping[st
     software = software_of(row.framework, softwares)
     profile = used_profile(profiles[profile_name(row.gpu)], software, row.precision, row.network)
     timeline = simulate(item.graph, item.plan, profile, overlap_of(row, software))
-    seconds = timeline.step_time_ns / 1e9 + once_a_step_s(item.graph, item.plan, software, profile)
+    seconds = timeline.step_time_ns / 1e9 + once_a_step_s(row, item.graph, item.plan, software, profile)
     variance = operators_variance(replace(item.plan, predicted=told_of(timeline)), item.graph, profile)
     held_s = software.held_s(-(-row.gpus // row.per_node), row.waits)
     found = memory_of(item, software, timeline, profile)
     return replace(found, seconds=seconds, operators_variance=variance, held_s=held_s)
-
-
-def once_a_step_s(graph: Graph, plan: Plan, software: Software, profile: Profile) -> float:
-    """What a software does once a step while the device waits, on the rank with most gradients."""
-    if not software.step_passes:
-        return software.step_ns / 1e9
-    most = max(sums_bytes(graph, plan, rank) for rank in {stage.first_rank for stage in plan.stages})
-    return software.step_ns / 1e9 + software.step_passes * most / profile.facts.memory_bandwidth
 
 
 def memory_of(item: Planned, software: Software, timeline: Timeline, profile: Profile) -> Predicted:
@@ -147,7 +140,7 @@ def overlap_of(row: Row, software: Software) -> Overlap:
     return Overlap(
         sums, software.cuts_activations, casts=False, adds=not software.adds_in_products,
         balances=software.context != "ring", queues_apart=software.queues_apart,
-        bucket_bytes=software.bucket_bytes(row.dp * row.cp),
+        bucket_bytes=software.bucket_bytes(row.dp * row.cp, row.zero),
     )  # fmt: skip
 
 

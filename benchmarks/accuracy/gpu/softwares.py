@@ -16,6 +16,7 @@ from autopar.profiler.published.attention import with_kernel
 from autopar.profiler.text import profile_text
 
 FLOAT32_BYTES = 4
+EVERYTHING = 1 << 60  # more bytes than any rank has: all of them are one bucket
 HOPPER = ("h100", "h200", "gh200")  # begins of the names of profiles
 TABLE = Path(__file__).with_name("softwares.json")
 
@@ -28,12 +29,13 @@ class Software:
     all. model: what its models are made of, beside sizes (fields of `decoder.Config`). late_sums: the kinds of ZeRO
     with which gradients are summed after the backward pass. keeps_sums: float32 sums of the gradients are in memory
     all the time. keeps_gradients: so are the gradients themselves, in 16 bits, until they are summed.
-    adds_in_products: the products that make gradients of weights add them to the float32 sums. queues_apart: as in
-    `autopar.simulate.Overlap`. bucket_elements: of gradients that travel together, the most of a few ranks, and each
-    rank's share of the most of many (`bucket_bytes`); zeros: as emitted programs pack them. pinned: of what
-    collectives along tensor parallelism read and wrote (`memory.sent_ahead_bytes`), the part whose memory cannot be
-    used again yet; pinned_spread: standard deviation of measured over predicted of that. cuts_activations: as in
-    `autopar.simulate.Overlap`.
+    sums_at_once: what is summed late is one buffer, which all ranks get whole although each needs its shard alone, and
+    the parameters come back in one piece, too (`steps`). adds_in_products: the products that make gradients of weights
+    add them to the float32 sums. queues_apart: as in `autopar.simulate.Overlap`. bucket_elements: of gradients that
+    travel together, the most of a few ranks, and each rank's share of the most of many (`bucket_bytes`); zeros: as
+    emitted programs pack them. pinned: of what collectives along tensor parallelism read and wrote
+    (`memory.sent_ahead_bytes`), the part whose memory cannot be used again yet; pinned_spread: standard deviation of
+    measured over predicted of that. cuts_activations: as in `autopar.simulate.Overlap`.
     attention: its kernel, where that is not the newest that the device's profile knows ("flash2"). context: how
     attention runs over sequences that are split, as `template_plan` calls it. regathers: the norms of a layer after
     which sequence parallelism gathers, and gathers again in the backward pass. wraps_layers: ZeRO gathers each
@@ -42,8 +44,9 @@ class Software:
     they take: that is of one kernel a call, where a software may need several; on_hopper: how many times that again
     on these devices, where its kernels are of Ampere's instructions. step_ns: what it does once a step while the
     device waits; step_passes: beside that, how often it goes over the rank's gradients in float32, which it clips,
-    casts and copies one by one. held_nodes, held_ns: one in so many nodes, where it is in a run, holds up each message
-    that ranks wait for (`held_s`) by so much. host: what launching costs, as in `autopar.cost.profile.Host`.
+    casts and copies one by one; copy_ns: a copy of what comes back of one parameter from one rank, where that is by
+    itself. held_nodes, held_ns: one in so many nodes, where it is in a run, holds up each message that ranks wait for
+    (`held_s`) by so much. host: what launching costs, as in `autopar.cost.profile.Host`.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Software:
     late_sums: tuple[int, ...]
     keeps_sums: bool
     keeps_gradients: bool
+    sums_at_once: bool
     adds_in_products: bool
     queues_apart: bool
     bucket_elements: tuple[int, int]
@@ -67,13 +71,21 @@ class Software:
     on_hopper: Mapping[str, float]
     step_ns: int
     step_passes: float
+    copy_ns: int
     held_nodes: float
     held_ns: int
     host: Host | None
     provenance: Provenance
 
-    def bucket_bytes(self, ranks: int) -> int:
-        """Of the buckets of float32 sums that so many ranks add up, 0 for those of emitted programs."""
+    @property
+    def has_sums_of_its_own(self) -> bool:
+        """Whether what it does once a step depends on its gradients."""
+        return bool(self.step_passes) or self.sums_at_once
+
+    def bucket_bytes(self, ranks: int, zero: int) -> int:
+        """Of the buckets of float32 sums that so many ranks add up, 0 for those of emitted programs. zero: the kind."""
+        if self.sums_at_once and zero in self.late_sums:
+            return EVERYTHING
         least, each = self.bucket_elements
         return FLOAT32_BYTES * max(least, each * ranks)
 
