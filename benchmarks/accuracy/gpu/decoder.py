@@ -23,12 +23,17 @@ ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
 # What these softwares compute in one kernel each ----------------------------------------
 
 
-@torch.library.custom_op("decoder::rotate", mutates_args=())
-def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Turns each pair (x[i], x[i + head_size / 2]) of x (batch, head, seq, head_size) by its angle, of which cosines
     and sines are (seq, head_size / 2)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
+
+
+@torch.library.custom_op("decoder::rotate", mutates_args=())
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """`rotated`, in one kernel."""
+    return rotated(x, cosines, sines)
 
 
 @rotate.register_fake
@@ -63,11 +68,16 @@ def _keep_angles(
     ctx.save_for_backward(*inputs[1:])
 
 
-@torch.library.custom_op("decoder::gated", mutates_args=())
-def gated(made: Tensor) -> Tensor:
-    """silu(gate) × value of made (batch, seq, mlp, 2), gate and value: SwiGLU."""
+def swiglu(made: Tensor) -> Tensor:
+    """silu(gate) × value of made (batch, seq, mlp, 2), gate and value."""
     gate, value = made.unbind(-1)
     return F.silu(gate) * value
+
+
+@torch.library.custom_op("decoder::gated", mutates_args=())
+def gated(made: Tensor) -> Tensor:
+    """`swiglu`, in one kernel."""
+    return swiglu(made)
 
 
 @gated.register_fake
@@ -100,7 +110,8 @@ autopar.register_rule("decoder.squared_relu.default", "b s f -> b s f")
 @dataclass(frozen=True)
 class Config:
     """Sizes of the model, and how its software computes it. shared_size: of the expert that all tokens pass, 0 without
-    one. dense_layers: those without experts, where others have them."""
+    one. dense_layers: those without experts, where others have them. has_own_kernels: rotary positions and gates are a
+    kernel each, else as many as PyTorch has operators."""
 
     seq_len: int
     num_layers: int
@@ -118,6 +129,7 @@ class Config:
     is_tied: bool = True
     is_causal: bool = True
     fuses_attention: bool = True
+    has_own_kernels: bool = True
     dropout: float = 0.0
     float32_logits: bool = False
     num_experts: int = 0
@@ -155,7 +167,8 @@ class Attention(nn.Module):
         query = query.unflatten(3, (queries, size)).flatten(2, 3).transpose(1, 2)
         key, value = key.transpose(1, 2), value.transpose(1, 2)
         if cosines is not None and sines is not None:
-            query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
+            turned = rotate if self.config.has_own_kernels else rotated
+            query, key = turned(query, cosines, sines), turned(key, cosines, sines)
         return self.output(self._mixed(query, key, value).transpose(1, 2).flatten(2))
 
     def _mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -187,7 +200,8 @@ class MLP(nn.Module):
         """x (batch, seq, hidden) → (batch, seq, hidden)."""
         made = self.up(x)
         if self.config.is_gated:
-            return self.down(gated(made.unflatten(2, (-1, 2))))
+            pairs = made.unflatten(2, (-1, 2))
+            return self.down(gated(pairs) if self.config.has_own_kernels else swiglu(pairs))
         return self.down(self._activated(made))
 
     def _activated(self, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import autopar
 from autopar.cost import Profile
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph, Scope
-from autopar.ir.plan import Plan
+from autopar.ir.plan import COMPILED, Plan
 from autopar.ir.recompute import operator_call
 from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
@@ -36,6 +36,7 @@ OTHER_ATTENTION = r"multi-?(head )?latent|\bMLA\b|sliding window|attention sinks
 UNFUSED = r'"attention-backend":"unfused"|eager attention|flash attention False'
 TRACED_LENGTH = 65537  # a prime
 MOST_SEQUENCES = 1 << 20  # of a batch that is traced, whose sizes must stay numbers of 64 bits
+WIDE = ("fp32", "tf32")  # precisions in which tensors have 32 bits
 ANY_MEMORY = 1 << 50  # whether it fits is asked of the prediction, not of the plan
 PROFILES = {
     "H100-SXM5-80GB": ("h100",), "H200-SXM5-141GB": ("h200",), "A100-SXM4-80GB": ("a100",),
@@ -175,7 +176,7 @@ def traced_as(row: Row, software: Software) -> decoder.Config:
 def traced(members: Sequence[Row], software: Software) -> Graph:
     """The model of these rows, of a batch that all of theirs divide."""
     batch = math.lcm(*(row.global_batch for row in members))
-    dtype = None if members[0].precision == "fp32" else torch.bfloat16
+    dtype = None if members[0].precision in WIDE else torch.bfloat16
     whole = trace(*decoder.build(traced_as(members[0], software), batch), mode="train", compute_dtype=dtype)
     whole = with_half_head(whole) if members[0].precision == "fp8" else whole
     return of_whole_layers(whole) if software.wraps_layers else whole
@@ -292,7 +293,7 @@ def plan_of(graph: Graph, row: Row, software: Software) -> tuple[Graph, Plan]:
         sequence_parallel=row.sequence_parallel and row.tp > 1, cp=row.cp, context=software.context, ep=row.ep,
         zero=row.zero if row.dp > 1 else 0,
         hsdp=row.hsdp if is_sharded else 1, recompute=row.recompute, optimizer="adamw",
-        precision=None if row.precision == "fp32" else "bf16", memory_limit=ANY_MEMORY,
+        precision=None if row.precision in WIDE else "bf16", memory_limit=ANY_MEMORY,
         constraints=decoder.constraints(row.tp, row.sequence_parallel, row.tp > 1 and expert_slices(row) > 1),
     )  # fmt: skip
     part = divided_graph(graph_of(plan, graph), row.microbatches)
@@ -300,4 +301,4 @@ def plan_of(graph: Graph, row: Row, software: Software) -> tuple[Graph, Plan]:
         plan = replace(plan, recompute=layers_again(plan, part, row.again))
     if software.regathers and row.sequence_parallel and row.tp > 1 and plan.recompute == ():
         plan = replace(plan, recompute=gathered_again(part, software.regathers))
-    return part, plan
+    return part, replace(plan, runs=COMPILED) if row.is_compiled else plan

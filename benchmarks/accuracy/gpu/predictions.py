@@ -23,8 +23,10 @@ from benchmarks.accuracy.gpu.softwares import Software, software_of
 from benchmarks.accuracy.gpu.steps import once_a_step_s
 
 EVEN = 0.5
+TF32_TIMES = 2  # of bfloat16's, by the data sheets of A100 and H100
+MATRIX_CORES = 2  # bfloat16 is faster than float32 by more where it has such cores
 Result = TypeVar("Result")
-FLOAT8, BFLOAT16, FLOAT16 = "float8_e4m3fn", "bfloat16", "float16"  # in the names of tables
+FLOAT8, BFLOAT16, FLOAT16, FLOAT32 = "float8_e4m3fn", "bfloat16", "float16", "float32"  # in the names of tables
 
 
 @dataclass(frozen=True)
@@ -182,12 +184,29 @@ def with_float16(profile: Profile) -> Profile:
     return replace(profile, facts=facts, tables={**profile.tables, **renamed}, _shared={})
 
 
+def with_tf32(profile: Profile) -> Profile:
+    """Products of float32 take twice as long as those of bfloat16: their cores do half as much of it (A100, H100), and
+    it has twice the bytes. As they are where a device has no such cores."""
+    if profile.peak_flops(BFLOAT16) <= MATRIX_CORES * profile.peak_flops(FLOAT32):
+        return profile
+    tables = {
+        name.replace(BFLOAT16, FLOAT32): replace(
+            table, name=name.replace(BFLOAT16, FLOAT32), unit_ns=table.unit_ns * TF32_TIMES
+        )
+        for name, table in profile.tables.items() if table.family == "matmul" and BFLOAT16 in name
+    }  # fmt: skip
+    rates = {**profile.facts.peak_flops, FLOAT32: profile.peak_flops(BFLOAT16) / TF32_TIMES}
+    return replace(
+        profile, facts=replace(profile.facts, peak_flops=rates), tables={**profile.tables, **tables}, _shared={}
+    )
+
+
 def _as_it_is(profile: Profile) -> Profile:
     return profile
 
 
 #: the profile as a row's precision uses it
-IN_PRECISION: Mapping[str, Callable[[Profile], Profile]] = {"fp8": with_float8, "fp16": with_float16}
+IN_PRECISION: Mapping[str, Callable[[Profile], Profile]] = {"fp8": with_float8, "fp16": with_float16, "tf32": with_tf32}
 
 
 def progress(text: str) -> None:

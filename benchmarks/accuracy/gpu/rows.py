@@ -27,6 +27,12 @@ GRID_COLUMNS = {"model", "nodes", "dp", "tp", "pp", "mbs", "grad_acc"}
 TRAINING_COLUMNS = {"model", "gpu"}
 EXPERT_COLUMNS = ("experts", "top_k", "moe_ffn", "shared_expert_ffn", "dense_layers")
 LATER_CHUNKS = r"VP given as NA in this release, (\d+) in the next"
+PRECISIONS = {
+    "fp8": r"fp8|float8|e4m3", "bf16": r"bf16|bfloat16", "fp16": r"fp16|float16|\bhalf\b|amp_fp16",
+    "tf32": r"^(amp_|\w+ with )?tf32\b|tf32 (on|enabled)\b", "fp32": r"fp32|float32|\bsingle\b",
+}  # fmt: skip
+COMPILES = r"torch[._-]?compile|\bcompiled?\b"
+NOT_COMPILED = r"\b(no|not|without|non)\W+(torch\W)?compiled?\b|compiled?\W+(off|false|no|none|0)\b"
 FLAGS = {"": None, "0": False, "0.0": False, "1": True, "1.0": True}
 
 
@@ -67,8 +73,8 @@ class Row:
     """One measured iteration. measured_s: None of a run that did not finish. hsdp: among how many ranks ZeRO shards,
     1 for all. again: of each stage (or one number for all) how many layers are computed again, where recompute does not
     say it of all. layers: blocks of each stage, where they are not even. tells_first: memory_bytes are those of rank 0
-    and not of the fullest. etp: among how many ranks each expert is split, 0 where that is not stated. unknown: why
-    nothing can be said of it."""
+    and not of the fullest. is_compiled: its blocks run compiled. etp: among how many ranks each expert is split, 0
+    where that is not stated. unknown: why nothing can be said of it."""
 
     id: str
     source: str
@@ -98,6 +104,7 @@ class Row:
     measured_s: float | None = None
     memory_bytes: float | None = None
     tells_first: bool = False
+    is_compiled: bool = False
     cell: str = ""
     network: str = ""  # between nodes, where it is known not to be the usual one
     other: str = field(default="", compare=False)
@@ -254,11 +261,18 @@ def _training_row(name: str, record: Mapping[str, str], models: Mapping[str, Siz
         recompute=recompute, again=again, layers=read("other_settings", lambda _: _stage_layers(record), None),
         memory_bytes=_memory(record, "memory_GiB"),
         other=" ".join(record.get(column, "") for column in ("other_settings", "notes", "task")),
+        is_compiled=says_compiled(f"{record.get('framework', '')} {record.get('other_settings', '')}"),
     )  # fmt: skip
     row = replace(row, dp=read("dp", lambda text: _data_parallel(text, row), 1))
     row = replace(row, measured_s=read("step_time_s", lambda text: _step_seconds(text, record, row), None))
     read.reasons += _offloaded(record)
     return replace(row, unknown="; ".join([*read.reasons, *_uneven(row, read.reasons)]))
+
+
+def says_compiled(text: str) -> bool:
+    """Whether settings say that PyTorch compiles what runs."""
+    found = re.search(COMPILES, text, re.IGNORECASE) is not None
+    return found and not re.search(NOT_COMPILED, text, re.IGNORECASE)
 
 
 def _offloaded(record: Mapping[str, str]) -> list[str]:
@@ -351,10 +365,12 @@ def _optional(text: str) -> int:
 
 
 def _precision(text: str) -> str:
-    for name in ("fp8", "bf16", "fp16", "fp32"):
-        if name in text.lower().replace("mxfp8", "fp8"):
+    """The narrowest that it names. TF32 is what is said to be used, not what may be."""
+    lower = text.lower()
+    for name, words in PRECISIONS.items():
+        if re.search(words, lower):
             return name
-    raise UnknownError(f"expected fp8, bf16, fp16 or fp32, found {text!r}")
+    raise UnknownError(f"expected {', '.join(PRECISIONS)}, found {text!r}")
 
 
 def _sharding(text: str) -> tuple[int, int]:
@@ -369,7 +385,7 @@ def _sharding(text: str) -> tuple[int, int]:
     number = int(among[1]) if among else 1
     if "shard_grad_op" in lower:
         return 2, number
-    named = re.search(r"zero[ -]?(\d)", lower)
+    named = re.search(r"zero[a-z_ =:-]*(\d)", lower)
     if named and "fsdp" not in lower:
         return min(3, int(named[1])), number
     if "hsdp" in lower or "hybrid" in lower:
@@ -390,10 +406,10 @@ def _recompute(text: str) -> tuple[str, tuple[int, ...]]:
         return "none", ()
     if lower.startswith("selective") or "core_attn" in lower:
         return ("block" if "attn" in lower or "attention" in lower else "selective"), ()
-    some = re.fullmatch(r"full, (\d+) layers a stage", lower)
+    some = re.fullmatch(r"full, (\d+) layers a stage|full/block/(\d+)", lower)
     if some:
-        return "none", (int(some[1]),)
-    if re.fullmatch(r"(full|all)(/.*/1)?( .*)?|full activation.*|activation checkpointing", lower):
+        return "none", (int(some[1] or some[2]),)
+    if re.fullmatch(r"(full|all)(/uniform/\d+|/.*/1)?( .*)?|full activation.*|activation checkpointing", lower):
         return "full", ()
     layers = re.search(r"checkpointed layers a stage (\[.*\])", lower)
     if layers:

@@ -39,5 +39,5 @@ def _whole_sums_ns(row: Row, num_bytes: int, stage: Stage, software: Software, p
         whole, shards = (
             collective_time_ns(kind, num_bytes, axis, near, profile) for kind in ("all_reduce", "reduce_scatter")
         )
-        found += max(0, whole - shards) + (axis.size > 1) * axis.size * len(stage.storage) * software.copy_ns
+        found += whole - shards + (axis.size > 1) * axis.size * len(stage.storage) * software.copy_ns
     return found
