@@ -21,6 +21,8 @@ from autopar.ir.placement import P, local_shape
 from autopar.ir.plan import Plan, Stage
 from autopar.ops.table import operator
 from autopar.simulate import Timeline
+from autopar.simulate.engine import Change
+from autopar.simulate.timeline import Lane, Memory
 from benchmarks.accuracy.gpu.softwares import Software
 
 FLOAT32_BYTES = 4
@@ -51,10 +53,25 @@ def allocated_bytes(graph: Graph, plan: Plan, software: Software, timeline: Time
     if not software.keeps_sums:
         return [lane.peak_bytes for lane in timeline.lanes]
     return [
-        sum(size for kind, size in lane.memory_at_peak.items() if not kind.startswith("gradients"))
-        + kept_bytes(graph, plan, software, lane.ranks.start)
-        for lane in timeline.lanes
+        peak_beside_gradients(lane) + kept_bytes(graph, plan, software, lane.ranks.start) for lane in timeline.lanes
     ]
+
+
+class _Piece(NamedTuple):
+    begin_ns: int
+    changes: list[Change]
+
+
+def peak_beside_gradients(lane: Lane) -> int:
+    """The most of all else that a submesh holds: where gradients have memory all the time, they are not what makes a
+    moment the fullest."""
+    own: dict[int, list[Change]] = {}
+    pieces = list[_Piece]()
+    for piece in lane.played:
+        if id(piece.changes) not in own:
+            own[id(piece.changes)] = [one for one in piece.changes if not one[2].startswith("gradients")]
+        pieces.append(_Piece(piece.begin_ns, own[id(piece.changes)]))
+    return Memory(pieces).fullest[0]
 
 
 def kept_bytes(graph: Graph, plan: Plan, software: Software, rank: int) -> int:
