@@ -46,8 +46,8 @@ def _check_stages(parameters: Iterable[Tensor]) -> None:
     """Raises ProgramError for parameters of a rank that lacks those of other stages."""
     if any((state := state_of(parameter)) is not None and state.group is not None for parameter in parameters):
         raise ProgramError(
-            "expected rank.clip_grad_norm_(max_norm), found torch.nn.utils.clip_grad_norm_ or get_total_norm: this rank "
-            "has the parameters of its stages alone, and would take another norm than the other stages. "
+            "expected rank.clip_grad_norm_(max_norm), found torch.nn.utils.clip_grad_norm_ or get_total_norm: this "
+            "rank has the parameters of its stages alone, and would take another norm than the other stages. "
             "clip_grad_norm_(math.inf) returns the norm and scales nothing"
         )
 
