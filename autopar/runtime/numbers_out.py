@@ -23,4 +23,5 @@ def _whole_number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def take_whole_numbers() -> None:
     """From here on, `.item()` of any DTensor of this process is the whole tensor's."""
-    DTensor._op_dispatcher._custom_op_handlers[_ITEM] = _whole_number
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # as torch.distributed.tensor.parallel.loss adds its own
+    handlers[_ITEM] = _whole_number

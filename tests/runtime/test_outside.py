@@ -330,7 +330,7 @@ def numbers_of(tensors: Iterable[Tensor]) -> list[float]:
         for x in (tensor.detach() for tensor in tensors)
         for number in (
             x.norm().item(), float(x.sum()), x.abs().max().item(), float(x.mean()), float(bool(x.norm() > 1.5)),
-            int((x > 0).sum()), x.square().sum().sqrt().item(),
+            int((x > 0).sum()), (x - x.mean(-1, keepdim=True)).abs().sum().item(), x.square().sum().sqrt().item(),
         )
     ]  # fmt: skip
 
