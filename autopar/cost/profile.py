@@ -523,6 +523,14 @@ def read_profile(path: Path) -> Profile:
     return profile_from_json(data, str(path))
 
 
+@cache
+def device_type_of(name: str) -> str:
+    """ "cpu" or "cuda", of a profile by its name in a mesh. Raises ProfileError for a file that is none."""
+    if name.endswith(".json"):
+        return read_profile(Path(name)).device_type
+    return "cpu" if name == "cpu" else "cuda"
+
+
 def profile_from_json(data: Mapping[str, Any], origin: str, is_ours: bool = False) -> Profile:
     """Reads and checks a profile. Raises ProfileError naming `origin` and the offending field. is_ours: it is shipped,
     and known to be of the format: a third of a second is not spent on that again."""

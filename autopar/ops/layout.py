@@ -92,6 +92,30 @@ def copied_operands(
     return ()
 
 
+def copied_stacks(node: Node, shapes: Sequence[Shape], strides: Sequence[Strides]) -> tuple[int, ...]:
+    """The positions of stacks of matrices, of these shapes and strides, that a product copies: those whose dims of the
+    stack do not lie as one, such as heads that are transposed with the length (aten/src/ATen/native/LinearAlgebra.cpp,
+    _matmul_impl)."""
+    if base_name(node.op) != "matmul" or min(map(len, shapes)) < 3:
+        return ()
+    count = max(map(len, shapes)) - 2
+    stacks = [(1,) * (count + 2 - len(shape)) + shape[:-2] for shape in shapes]
+    made = tuple(map(max, *stacks))
+    return tuple(
+        position for position, (stack, shape, own) in enumerate(zip(stacks, shapes, strides, strict=True))
+        if _as_one_stack(stack, made, shape, own) is None
+    )  # fmt: skip
+
+
+def _as_one_stack(stack: Shape, made: Shape, shape: Shape, strides: Strides) -> Strides | None:
+    """The strides of an operand that is expanded to the stack of the product, whose dims are one; None if there are
+    none."""
+    steps = (0,) * (len(stack) + 2 - len(shape)) + strides[:-2]
+    expanded = tuple(0 if length == 1 else step for length, step in zip(stack, steps, strict=True))
+    matrix = shape[-2:]
+    return reshaped_strides((*made, *matrix), (*expanded, *strides[-2:]), (math.prod(made), *matrix))
+
+
 def _in_order(shape: Shape, strides: Strides) -> bool:
     """Whether the elements of a tensor lie in the order of its dims, without gaps."""
     usual = contiguous_strides(shape)

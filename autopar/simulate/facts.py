@@ -27,6 +27,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import NamedTuple
 
 from autopar.cost.memory import is_view, kept_values, passes_gradient, saved_values, viewed_gradients
+from autopar.cost.profile import device_type_of
 from autopar.ir.graph import Graph, Node, Scope
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement, Shape, evenly, local_shape
@@ -198,6 +199,7 @@ class _StatementMemory:
     def __init__(self, graph: Graph, plan: StagePlan) -> None:
         self._graph, self._axes, self._of = graph, plan.axes, dict[Value, int]()
         self._nodes, self._layouts, self._shapes = plan.nodes, Layouts(graph), LocalShapes(graph, plan)
+        self._device_type = device_type_of(plan.mesh.groups[0].profile)
 
     def step(self, statement: Statement, piece: int, by_itself: bool, saves: bool) -> PieceStep:
         """A statement, by the memory that it reads, makes and keeps."""
@@ -211,9 +213,12 @@ class _StatementMemory:
             names = (*statement.node.operands, *statement.node.results)
             known = dict(zip(names, (*reads, *makes), strict=True))
             placed = self._nodes[statement.node.name]
-            saved = kept_values(statement.node, self._graph, placed.in_bits, in_eight_bits=placed.in_eight_bits)
+            kind, in_bytes = self._device_type, placed.in_eight_bits
+            saved = kept_values(statement.node, self._graph, placed.in_bits, kind, in_bytes)
             saved = self._layouts.kept(statement.node, laid, saved)
-            kept = [known[name] for name in saved if isinstance(name, str)]
+            shapes = [self._shapes.local(*value)[0] for value in statement.reads]
+            copies = self._layouts.copied_stacks(statement.node, statement.reads, shapes)
+            kept = [known[name] for name in saved if isinstance(name, str) and name not in copies]
         return PieceStep(piece, by_itself, reads, () if shares else makes, kept, saves)
 
     def _laid(self, statement: Statement) -> tuple[Laid, bool]:

@@ -24,6 +24,7 @@ from autopar.ops.layout import (
     contiguous_strides,
     copied,
     copied_operands,
+    copied_stacks,
     dense_strides,
     strides_of_part,
     view_strides,
@@ -95,6 +96,17 @@ class Layouts:
             for name, value, whole, shape in zip(node.operands, values, wholes, shapes, strict=True)
         ]
         return copied_operands(node, shapes, strides, made)
+
+    def copied_stacks(self, node: Node, values: Sequence[Hashable], shapes: Sequence[Shape]) -> tuple[str, ...]:
+        """The operands that a product copies into one stack of matrices each, and keeps as that copy."""
+        if base_name(node.op) != "matmul":
+            return ()
+        wholes = [self._graph.tensors[name].shape for name in node.operands]
+        strides = [
+            strides_of_part(whole, self._strides.get(value) or self._of_graph(name), shape)
+            for name, value, whole, shape in zip(node.operands, values, wholes, shapes, strict=True)
+        ]
+        return tuple(node.operands[position] for position in copied_stacks(node, shapes, strides))
 
     def _of_graph(self, name: str) -> Strides:
         return self._copied.permuted.get(name) or contiguous_strides(self._graph.tensors[name].shape)

@@ -8,10 +8,10 @@ they declare. Byte conventions: `ir.redistribution.transfer_bytes`.
 
 Regathered parameters are brought into place as `runtime.gathering` does it. A block's come when its forward is called
 and go when it ends. Whoever reads one at another time (a second piece of the block that runs apart, another module that
-shares the parameter) brings it again, and then it stays to the end; a stage of several keeps nothing between a
-microbatch's two passes, and brings it once more for the second. The backward pass brings what is not in place when the
-first gradient reaches an output of the block's forward, or when the block runs again. If it comes in two parts, the
-second brings everything once more.
+shares the parameter) brings it again, and then it stays to the end, as one does of which the block hands out a view; a
+stage of several keeps nothing between a microbatch's two passes, and brings it once more for the second. The backward
+pass brings what is not in place when the first gradient reaches an output of the block's forward, or when the block
+runs again. If it comes in two parts, the second brings everything once more.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
+from autopar.cost.memory import is_view
 from autopar.ir.branches import converted_inside, coordinates_of, homes, is_idle
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import MICROBATCH
@@ -312,9 +313,11 @@ class Regathering:
         reads = self._reads[redistribute.tensor, redistribute.target]
         if any(position < span.start for position in reads):
             return 1 + goes_and_comes
+        stays = self._is_seen_outside((redistribute.tensor, redistribute.target), span)
         if any(position >= span.end for position in reads):
-            return 2 + goes_and_comes
-        return 2 if self._is_visited_again(span, is_first_part) else 1
+            return (1 if stays else 2) + goes_and_comes
+        comes_again = self._is_visited_again(span, is_first_part) and (self._is_stage or not stays)
+        return 2 if comes_again else 1
 
     @property
     def _is_stage(self) -> bool:
@@ -348,6 +351,15 @@ class Regathering:
                 return self._spans[name[:end]]
             end = name.rfind(".", 0, end)
         return None
+
+    def _is_seen_outside(self, used: Value, span: StatementSpan) -> bool:
+        """Whether the block hands out a view of the parameter, which then stays in place to the end of the pass."""
+        statements, views = self._flat().statements, [used]
+        for statement in statements[slice(*span)]:
+            if isinstance(statement, Operate) and is_view(statement.node, self.graph) and statement.reads[0] in views:
+                views += statement.makes
+        kept = {*self._flat().outputs, *self._flat().leaving}
+        return any(view in kept or any(place >= span.end for place in self._reads[view]) for view in views[1:])
 
     def _is_visited_again(self, span: StatementSpan, is_first_part: bool) -> bool:
         """Whether the backward pass needs the block in place: it runs again, or a gradient reaches its outputs."""

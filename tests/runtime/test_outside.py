@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -306,6 +306,8 @@ def around(rank: int, world: int, source: str, state: Any, batch: Any) -> tuple[
     own = [parameter.grad.clone() for parameter in part.parameters()]
     with pytest.raises(rt.ProgramError) as raised:
         torch.nn.utils.clip_grad_norm_(part.parameters(), 0.1)
+    with pytest.raises(rt.ProgramError, match="or get_total_norm"):
+        torch.nn.utils.get_total_norm([parameter.grad for parameter in part.parameters()])
     assert all(torch.equal(p.grad, held) for p, held in zip(part.parameters(), own, strict=True)), "as it was"
     return [*losses, norm.item()], str(raised.value)
 
@@ -319,3 +321,36 @@ def test_steps_under_other_modes_and_clipping_by_torch() -> None:
     for found, told in pool(2).run(around, source, model.state_dict(), batch):
         assert found == pytest.approx([loss.item()] * 5 + [norm], rel=1e-5)
         assert "expected rank.clip_grad_norm_(max_norm), found torch.nn.utils.clip_grad_norm_" in told
+
+
+def numbers_of(tensors: Iterable[Tensor]) -> list[float]:
+    """What training loops log of gradients and weights, and decide by."""
+    return [
+        number
+        for x in (tensor.detach() for tensor in tensors)
+        for number in (
+            x.norm().item(), float(x.sum()), x.abs().max().item(), float(x.mean()), float(bool(x.norm() > 1.5)),
+            int((x > 0).sum()), (x - x.mean(-1, keepdim=True)).abs().sum().item(), x.square().sum().sqrt().item(),
+        )
+    ]  # fmt: skip
+
+
+def numbers_taken_out(rank: int, world: int) -> list[float]:
+    part = rt.build(Sharded)
+    part.load_full_state_dict(start())
+    part.train_step(HALF)
+    every = dict(part.named_parameters())
+    even = [every[f"inner.{name}"] for name in ("even", "uneven", "columns", "whole", "vector")]
+    return numbers_of([*(parameter.grad for parameter in even), *even])
+
+
+def test_numbers_taken_out_of_gradients_are_those_of_one_device(rank_pool: Callable[[int], RankPool]) -> None:
+    """`p.grad.norm().item()` of a shard was a part of the norm, another one on each rank, and nobody was told."""
+    from tests.runtime.test_optimizers import loss_of
+
+    every = {name: nn.Parameter(tensor) for name, tensor in start().items()}
+    loss_of(every, HALF).backward()
+    even = [every[f"inner.{name}"] for name in ("even", "uneven", "columns", "whole", "vector")]
+    expected = numbers_of([*(parameter.grad for parameter in even), *even])
+    for found in rank_pool(2).run(numbers_taken_out):
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -41,6 +41,11 @@ def state_of(parameter: Any) -> ProgramState | None:
     return found() if found is not None else None
 
 
+def parameter_of_gradient(gradient: Tensor) -> Tensor | None:
+    """The parameter of a rank whose gradient a tensor is."""
+    return next((parameter for parameter in list(_states) if parameter.grad is gradient), None)
+
+
 def _own(optimizer: Optimizer) -> dict[int, ProgramState]:
     """The programs that an optimizer has parameters of."""
     every = (state_of(p) for group in optimizer.param_groups for p in group["params"])

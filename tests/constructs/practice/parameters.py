@@ -102,6 +102,24 @@ def batch():
     torch.manual_seed(1)
     return {"x": torch.randn(B, 6), "y": torch.randint(0, 3, (B,))}
 """,
+    "a norm by power iterations, of a module called twice": """
+from torch.nn.utils.parametrizations import spectral_norm
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = spectral_norm(nn.Linear(6, 8))
+        self.b = spectral_norm(nn.Linear(8, 8), n_power_iterations=2)
+        self.o = nn.Linear(8, 3)
+
+    def forward(self, x, y):
+        h = torch.relu(self.a(x))
+        return F.cross_entropy(self.o(self.b(self.b(h)).mean(1)), y)
+
+def batch():
+    torch.manual_seed(1)
+    return {"x": torch.randn(B, 5, 6), "y": torch.randint(0, 3, (B,))}
+""",
     "weights under three norms": """
 import torch.nn.utils.parametrizations as P
 
