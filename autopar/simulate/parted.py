@@ -115,8 +115,8 @@ class PartedStage:
         for part in self.joined.parts:
             lowered, own = part.lowered, saved
             saved = [s in part.saved or (s < len(own) and own[s]) for s in lowered.storages]
-        program = part.program
-        sent = ((name, program.values[value].storage) for (name, _), value in program.sends.items())
+        program, own_name = part.program, self._renames.in_last
+        sent = ((own_name(name), program.values[value].storage) for (name, _), value in program.sends.items())
         return {
             name for name, storage in sent
             if storage in part.saved or (storage < len(own) and own[storage]) or program.memory[storage].owner < 0
@@ -157,7 +157,7 @@ class PartedStage:
         """All that a pass depends on."""
         if kind.name in LEAVE_GRADIENTS:
             standing = standing.without_gradients()
-        return kind, carried._replace(last_ns=0, unmet_ns=carried.unmet_ns if self._meets else 0), standing
+        return kind, Carried(carried.links, carried.in_flight, 0, carried.unmet_ns if self._meets else 0), standing
 
     def played(
         self, kind: PassKind, carried: Carried, standing: Standing, bound: Bound = NO_BOUND, meet: Meet | None = None

@@ -115,7 +115,7 @@ def segments_of(
         leaves = tuple(places[name] for name in after)
         ends = number == 0, number == len(runs) - 1
         form: Hashable = ("a whole stage", len(kinds))  # like no other
-        if len(runs) > 1:
+        if len(runs) > 1 or (is_cut and graph.ends is not None):
             again = Recomputed(recomputed, tensors)
             form = _form(graph, facts, again, run, enters, leaves, (*made, *begun), stored, ends, way)
         kind = kinds.setdefault(form, len(kinds))
@@ -212,8 +212,8 @@ def _described(graph: Graph, facts: GraphFacts, name: str, prefix: str, recomput
 
 
 def _common(nodes: tuple[Node, ...]) -> str:
-    """The innermost module that all nodes are in."""
-    shared = nodes[0].scope.path
+    """The innermost module that all nodes are in; the program itself, where a stage has none."""
+    shared = nodes[0].scope.path if nodes else ()
     for node in nodes:
         pairs = zip(shared, node.scope.path, strict=False)
         same = [left == right for left, right in pairs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
@@ -189,9 +190,13 @@ class Variants:
     def _lowered_parts(self, plan: StagePlan, sent: SentValues) -> list[Lowered]:
         numbers = [*self.differences.numbers(plan)]
         if self.is_stage:
-            received = tuple([(name, plan.inputs[name]) for name in self.graph.received])
-            numbers[0] = self._numbers.of((numbers[0], received))  # by name: what is sent is looked up by that
-            numbers[-1] = self._numbers.of((numbers[-1], tuple(sent.items())))
+            received = tuple([plan.inputs[name] for name in self.graph.received])
+            numbers[0] = self._numbers.of((numbers[0], received))
+            leaving_as = tuple([
+                (self._places.get(name, name), placement, is_answered)
+                for (name, placement), is_answered in sent.items()
+            ])  # fmt: skip
+            numbers[-1] = self._numbers.of((numbers[-1], leaving_as))
         before, found = self._numbers.of(self._begin(plan)), []
         for segment, number in zip(self.segments, numbers, strict=True):
             known = self.known.lowered.get((segment.kind, number, before))
@@ -228,6 +233,12 @@ class Variants:
             found.append(known[0])
             wanted = known[1]
         return found[::-1]
+
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        """Of what the stage may send, where equal last segments have the same."""
+        last = self.segments[-1]
+        return {name: place for place, name in enumerate((*last.enters, *last.made, *last.stored, *last.keeps))}
 
     # Joining ----------------------------------------
 
