@@ -232,6 +232,7 @@ class _PartedPass:
         self.busy, self.waiting = self.host.pass_ns if self.host and stage.has_work(kind.name) else 0, kind.name
         self.begun_unmet_ns = self.unmet_ns = carried.unmet_ns
         self.has_met = False
+        self.returned_ns = 0  # when the module that the stage is cut inside of has returned
         self.left_ns = stage.work_ns(kind.name)
         self.links, self.in_flight = dict(carried.links), [*carried.in_flight]
         self.pieces: list[tuple[int, Played, Rename]] = []
@@ -461,6 +462,8 @@ class _PartedPass:
                 left = self._play_forward(number, player, ends)
             exits.append(left)
             latest, lowered = begin + left.latest_ns, player.part.lowered
+            if player.returns >= 0:
+                self.returned_ns = begin + left.returned_ns
             self._done(player.part.work_ns[FORWARD])
             ends = _ends_after(ends, lowered.leaving, lowered.num_entering, left, begin)
         self.changes += self._freed(latest if exits else self.now)
@@ -499,6 +502,8 @@ class _PartedPass:
                 self.now = self.last = now
                 return number
             done = known.done
+            if player.returns >= 0:
+                self.returned_ns = now + known.returned_ns
             pieces.append((now, done, self.stage.renames[number]))
             now += done.length_ns
             self.unmet_ns = unmet_ns = done.unmet_after(unmet_ns)
@@ -508,7 +513,9 @@ class _PartedPass:
 
     def _freed(self, latest: int) -> list[Change]:
         freed = sum([player.part.freed_bytes for player in self.players])
-        return [(latest, -freed, "activations", Moment.END)] if freed else []
+        returned = sum([player.part.returned_bytes for player in self.players])
+        ends = (latest, freed), (self.returned_ns, returned)
+        return [(end, -size, "activations", Moment.END) for end, size in ends if size]
 
     def _backward(self) -> None:
         kind = self.kind

@@ -125,16 +125,17 @@ class Variants:
         self, whole: Graph, graph: Graph, plan: StagePlan, profile: Profile, per_node: int, is_cut: bool = True,
         is_split: bool = False, overlap: Overlap = AS_EMITTED, known: KnownParts | None = None, may_split: bool = False,
         coordinates: Coordinates | None = None, others: Sequence[OtherLane] = (), in_one: bool = False,
+        wrapping: str = "",
     ) -> None:  # fmt: skip
         """graph, plan: of the stage; whole: of all stages; is_cut: into segments; is_split: the backward pass comes in
         two parts; in_one: but not of the microbatches that these are for; may_split: it does in another plan with the
         same parts; overlap: as in `PartPlayer`; known: of
-        such stages; the rest as in `Lowering`."""
+        such stages; wrapping: as in `segments_of`; the rest as in `Lowering`."""
         self.graph, self.profile, self.is_stage = graph, profile, graph.ends is not None
         self._overlap, self.known = overlap, known or KnownParts(limits=overlap.packing)
         self.slowdowns = profile.slowdowns
         facts, self._numbers = graph_facts(whole, profile.device_type), self.known.numbers
-        self.segments = known_segments(whole, graph, facts, frozenset(plan.recompute), is_cut, is_split)
+        self.segments = known_segments(whole, graph, facts, frozenset(plan.recompute), is_cut, is_split, wrapping)
         batched = {name: whole.tensors[name].shape[0] for name in batch_inputs(whole)}
         self.lowering = PartLowering(
             graph, plan, profile, per_node, facts, batched, self.known.prices, is_split or may_split, coordinates,
