@@ -71,10 +71,10 @@ def _changed(begun: _Begun, sent: list[RowSending], best: Candidate, context: Co
         graph, plan = beside_products(begun.graph, begun.plan, sent)
     except (PlanError, PlacementError):
         return None
-    plan = replace(plan, predicted=predict(simulated_step(graph, plan)))
-    is_faster = plan.predicted.step_time_ns < best.step_ns
-    if not is_faster or plan.predicted.peak_bytes > context.limit_bytes(range(1)):
+    played = simulated_step(graph, plan)
+    if played.step_time_ns >= best.step_ns or played.peak_bytes > context.limit_bytes(range(1)):
         return None
+    plan = replace(plan, predicted=predict(played))
     steps = plan.substitutions[len(begun.plan.substitutions) :]
     asked = Candidate(GraphCandidate(graph, (*begun.variant.steps, *steps), begun.variant.cost_ns))
     stated = replace(plan, substitutions=begun.plan.substitutions)

@@ -131,23 +131,23 @@ def _with_kept(best: Candidate, part: DividedGraph, kept: KeptIn, context: Conte
     shared = context.profile.shared_by(context.request.mesh.devices_per_node)
     simulator, groups = Incremental(part.graph, shared), _blocks_again(best.plan)
 
-    def played(count: int) -> Plan:
+    def with_so_many(count: int) -> Plan:
         again = tuple(name for group in groups[:count] for name in group)
         own = {name.removesuffix("()").rpartition(".")[2] for name in again if is_operator_call(name)}
         tried = replace(best.plan, recompute=again, allow=context.request.allow)
         bits, eight = ([name for name in names if name not in own] for names in kept)
-        tried = with_in_bits(tried, bits, that_run(part.graph, tried, eight))
-        return replace(tried, predicted=predict(simulator.timeline(tried)))
+        return with_in_bits(tried, bits, that_run(part.graph, tried, eight))
 
-    few, many, found = 0, len(groups), None
+    few, many, found, found_ns = 0, len(groups), None, 0
     while few <= many:
         middle = (few + many) // 2
-        tried = played(middle)
-        if tried.predicted.peak_bytes <= tried.memory_limit:
-            found, many = tried, middle - 1
+        tried = with_so_many(middle)
+        if not simulator.excess_bytes(tried, tried.memory_limit):
+            found, found_ns, many = tried, simulator.step_time_ns(tried), middle - 1
         else:
             few = middle + 1
-    if found is not None and found.predicted.step_time_ns < best.step_ns:
+    if found is not None and found_ns < best.step_ns:
+        found = replace(found, predicted=predict(simulator.timeline(found)))
         made = partial(part.with_traffic, found)
         yield replace(of_plan(best.asked or best, outline_of(found), found, made), rank=REFINED)
 

@@ -25,6 +25,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.stages import stage_graph
 from autopar.ops.copies import without_sums
+from autopar.simulate.facts import graph_facts
 from autopar.simulate.lowering import devices_per_node, sent_values
 from autopar.simulate.operator_prices import PriceTable
 from autopar.simulate.orders import Unsupported
@@ -35,6 +36,7 @@ from autopar.simulate.schedule import PlayedStep, play_stages, profiles_of_stage
 from autopar.simulate.timeline import Timeline
 from autopar.simulate.unlike import play_unlike
 from autopar.simulate.variants import KnownParts, SentValues, Variants
+from autopar.simulate.wrapping import wrapping_module
 from autopar.tunables import PLAY_S
 
 KEPT_PLANS = 4
@@ -134,12 +136,15 @@ class Incremental:
         may_split = is_split or (self._may_split and is_stage)
         prices = part.axes, part.blocks, part.optimizer, per_node, profile
         alike = prices, part.microbatches, part.copied_out, part.mode, is_stage, may_split, plan.runs
-        key = id(graph), is_cut, is_split, in_one, part.recompute, alike
+        wrapping = wrapping_module(self.graph, graph_facts(self.graph, profile.device_type)) if is_cut else ""
+        if wrapping and any(storage.regather for storage in part.storage.values()):
+            wrapping = ""
+        key = id(graph), is_cut, is_split, in_one, part.recompute, wrapping, alike
         found = self._variants.get(key)
         if found is None or found.is_full:
             found = self._variants[key] = Variants(
                 self.graph, graph, part, profile, per_node, is_cut, is_split, self._overlap,
-                self._known_parts(alike, prices), may_split, in_one=in_one,
+                self._known_parts(alike, prices), may_split, in_one=in_one, wrapping=wrapping,
             )  # fmt: skip
             if len(self._variants) > KEPT_VARIANTS * len(plan.stages):
                 self._variants.popitem(last=False)

@@ -376,10 +376,9 @@ class Lowering:
     def _read_several_times(self, inputs: Sequence[int], passing: Collection[int]) -> tuple[frozenset[int], int]:
         """Operands that an operator reads several times, whose gradients autograd sums in new memory, and bytes of
         those that are summed beside it."""
-        counts = Counter(inputs)
-        if len(counts) == len(inputs):
+        if len({*inputs}) == len(inputs):
             return frozenset(), 0
-        values = self.program.values
+        counts, values = Counter(inputs), self.program.values
         several = [value for value, count in counts.items() if count > 1 and values[value].differentiable]
         made = [(counts[value] - 1) * values[value].num_bytes for value in several if value not in passing]
         return frozenset(several), sum(made)

@@ -113,7 +113,7 @@ class Exit(NamedTuple):
     of results of operators that send inside. gradients: contributions to values that came in; home: of gradients on
     their way; own: of each share, when the last gradient of this part was there, −1 for none. live, pinned, whole:
     of its own; ahead: whether the unit of another part is on its way; arriving: what of its units, and of that one,
-    arrives packed."""
+    arrives packed. returned_ns: when the module around has returned, if it does in this part."""
 
     done: Played
     last_ns: int
@@ -138,6 +138,7 @@ class Exit(NamedTuple):
     awaited: Ends
     journeys: tuple[Travelling, ...]
     is_calm: bool  # nothing is under way when it ends
+    returned_ns: int
 
 
 class Forward:
@@ -161,7 +162,7 @@ class PartPlayer(Player):
         """forward: what is known with the same around it; is_alone: it is all that is played; overlap: when buckets go
         home; following, preceding: what is asked for ahead, forward and backward; lent: slots of other parts' units."""
         self.lent, self.begins_back = lent, begins_back
-        self.part, self.forward = part, forward
+        self.part, self.forward, self.returns = part, forward, part.returns
         self.is_first, self.shares = is_first, shares
         self.program = copy.copy(part.program)
         self.orders, self.lifetimes, self.directions = part.orders, part.lifetimes, part.directions
@@ -382,6 +383,7 @@ class PartPlayer(Player):
             awaited=tuple([self._end(task) for task in self._awaited]),
             is_calm=self._is_calm(length),
             journeys=self._still_travelling(),
+            returned_ns=self._returned_ns,
         )  # fmt: skip
 
     def _is_calm(self, length: int) -> bool:

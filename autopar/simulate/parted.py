@@ -115,8 +115,8 @@ class PartedStage:
         for part in self.joined.parts:
             lowered, own = part.lowered, saved
             saved = [s in part.saved or (s < len(own) and own[s]) for s in lowered.storages]
-        program = part.program
-        sent = ((name, program.values[value].storage) for (name, _), value in program.sends.items())
+        program, own_name = part.program, self._renames.in_last
+        sent = ((own_name(name), program.values[value].storage) for (name, _), value in program.sends.items())
         return {
             name for name, storage in sent
             if storage in part.saved or (storage < len(own) and own[storage]) or program.memory[storage].owner < 0
@@ -157,7 +157,7 @@ class PartedStage:
         """All that a pass depends on."""
         if kind.name in LEAVE_GRADIENTS:
             standing = standing.without_gradients()
-        return kind, carried._replace(last_ns=0, unmet_ns=carried.unmet_ns if self._meets else 0), standing
+        return kind, Carried(carried.links, carried.in_flight, 0, carried.unmet_ns if self._meets else 0), standing
 
     def played(
         self, kind: PassKind, carried: Carried, standing: Standing, bound: Bound = NO_BOUND, meet: Meet | None = None
@@ -232,6 +232,7 @@ class _PartedPass:
         self.busy, self.waiting = self.host.pass_ns if self.host and stage.has_work(kind.name) else 0, kind.name
         self.begun_unmet_ns = self.unmet_ns = carried.unmet_ns
         self.has_met = False
+        self.returned_ns = 0  # when the module that the stage is cut inside of has returned
         self.left_ns = stage.work_ns(kind.name)
         self.links, self.in_flight = dict(carried.links), [*carried.in_flight]
         self.pieces: list[tuple[int, Played, Rename]] = []
@@ -461,6 +462,8 @@ class _PartedPass:
                 left = self._play_forward(number, player, ends)
             exits.append(left)
             latest, lowered = begin + left.latest_ns, player.part.lowered
+            if player.returns >= 0:
+                self.returned_ns = begin + left.returned_ns
             self._done(player.part.work_ns[FORWARD])
             ends = _ends_after(ends, lowered.leaving, lowered.num_entering, left, begin)
         self.changes += self._freed(latest if exits else self.now)
@@ -499,6 +502,8 @@ class _PartedPass:
                 self.now = self.last = now
                 return number
             done = known.done
+            if player.returns >= 0:
+                self.returned_ns = now + known.returned_ns
             pieces.append((now, done, self.stage.renames[number]))
             now += done.length_ns
             self.unmet_ns = unmet_ns = done.unmet_after(unmet_ns)
@@ -508,7 +513,9 @@ class _PartedPass:
 
     def _freed(self, latest: int) -> list[Change]:
         freed = sum([player.part.freed_bytes for player in self.players])
-        return [(latest, -freed, "activations", Moment.END)] if freed else []
+        returned = sum([player.part.returned_bytes for player in self.players])
+        ends = (latest, freed), (self.returned_ns, returned)
+        return [(end, -size, "activations", Moment.END) for end, size in ends if size]
 
     def _backward(self) -> None:
         kind = self.kind

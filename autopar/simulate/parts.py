@@ -38,6 +38,7 @@ from autopar.simulate.orders import (
     Direction,
     Lifetimes,
     Orders,
+    Unsupported,
     find_directions,
     find_lifetimes,
     find_orders,
@@ -60,6 +61,7 @@ from autopar.tunables import FINISH_ITEM_S, LOWER_NODE_S
 
 BEFORE, EARLIER = 0, 1  # the items that stand for what is before
 NUM_BEFORE = 2
+AROUND = 1  # the unit of the module that a segment is cut inside of
 
 
 class CrossingValue(NamedTuple):
@@ -157,7 +159,8 @@ class Marked:
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """A part as it is played. freed_bytes: given back where the forward pass ends; end: one past its last item;
+    """A part as it is played. freed_bytes: given back where the forward pass ends; returned_bytes: where the module
+    around it returns; returns: the last item of that, if it does in this part, else −1; end: one past its last item;
     work_ns: of the compute stream in each direction, without what is computed again; received_bytes: in each direction,
     of gradients that other stages send, which are kept until the pass has ended."""
 
@@ -170,6 +173,8 @@ class Part:
     freed_bytes: int
     received_bytes: Mapping[str, int]
     before: Gradients
+    returned_bytes: int = 0
+    returns: int = -1
     ways: tuple[OnWay, ...] | None = None
     first_form: int = -1  # see `variants`
     work_ns: dict[str, int] = field(init=False)
@@ -234,6 +239,8 @@ class PartLowering(Lowering):
         self.known, self.placements, self.units, self.places = {}, {}, {}, {}
         self.constants, self.calls, self.copied_calls = {}, [], []
         self._unit("")
+        if segment.wrapper:
+            self._unit(segment.wrapper)
         self._enter_values(segment, before)
         program.items += [
             Item("before", (), tuple(n for n, value in enumerate(before.values) if value.is_made)),
@@ -378,7 +385,8 @@ class PartLowering(Lowering):
         end = len(program.items)
         worked(FINISH_ITEM_S * end)
         earlier = Item("earlier", tuple(n for n, read in enumerate(kept.read) if read), (), runs_backward=True)
-        program.items = [program.items[BEFORE], earlier, *program.items[NUM_BEFORE:], *_later(lowered, marked.wanted)]
+        later = _later(lowered, marked.wanted)
+        program.items = [program.items[BEFORE], earlier, *program.items[NUM_BEFORE:], *later]
         program.memory = [
             LocalMemory(size if is_made and storage in marked.kept and not kept.memory[storage] else 0, memory.owner)
             for storage, ((size, is_made), memory) in enumerate(
@@ -393,10 +401,16 @@ class PartLowering(Lowering):
         own = range(NUM_BEFORE, end)
         lifetimes = find_lifetimes(program, self.trains, buffers, own, gradients.left_bytes, gradients.is_asked)
         directions = find_directions(program, orders, lifetimes, own) if self.trains else {}
-        freed = sum(size for number, size in lifetimes.forward.given.items() if number >= end)
+        given, origin = lifetimes.forward.given, lowered.origin
+        behind = len(program.items) - 1 if _goes_on(origin) else end
+        freed = sum(size for number, size in given.items() if number >= behind)
+        returned = sum(size for number, size in given.items() if end <= number < behind)
+        returns = orders.last[AROUND] if origin.returns else -1
         is_asked = gradients.is_asked or not program.own.isdisjoint(own)
         before = _gradients(lowered, buffers)._replace(left_bytes=lifetimes.left_bytes, is_asked=is_asked)
-        return Part(program, orders, lifetimes, directions, marked, end, freed, lifetimes.received, before)
+        return Part(
+            program, orders, lifetimes, directions, marked, end, freed, lifetimes.received, before, returned, returns
+        )  # fmt: skip
 
 
 def _unmarked(program: LocalProgram) -> tuple[list[Value], list[Item]]:
@@ -410,16 +424,34 @@ def _unmarked(program: LocalProgram) -> tuple[list[Value], list[Item]]:
     return values, items
 
 
+def _goes_on(segment: Segment) -> bool:
+    """Whether the module that a segment is cut inside of returns in a later one."""
+    return bool(segment.wrapper) and not segment.returns
+
+
+def _behind(lowered: Lowered) -> Item:
+    """An item that stands for what is behind the module around a part, and reads what outlives that."""
+    segment, values = lowered.origin, lowered.program.values
+    names = {segment.made[place] for place in segment.outlives}
+    held = [n for n in lowered.leaving if values[n].tensor in names]
+    if len({values[n].tensor for n in held}) < len(held):
+        raise Unsupported("what outlives a module has several placements")
+    return Item("behind", tuple(held), ())
+
+
 def _later(lowered: Lowered, wanted: Wanted) -> list[Item]:
-    """Items that stand for later readers: as many in the backward pass as there are, the first of which saves."""
+    """Items that stand for later readers: as many in the backward pass as there are, the first of which saves. Those
+    of a module that goes on are inside of it, and another one is behind it."""
     saved = tuple(storage for storage, kept in zip(lowered.storages, wanted.kept, strict=True) if kept)
     counts = dict(zip(lowered.leaving, wanted.readers, strict=True))
     read = tuple(n for n, is_read in zip(lowered.leaving, wanted.reads, strict=True) if is_read)
-    items = [Item("later", read, ())]
+    inside = AROUND if _goes_on(lowered.origin) else 0
+    items = [Item("later", read, (), unit=inside)]
     for place in range(max([*counts.values(), int(bool(saved))], default=0)):
         readers = tuple(n for n, count in counts.items() if count > place)
-        items.append(Item("later", readers, (), saved=saved if place == 0 else (), runs_backward=True))
-    return items
+        kept = saved if place == 0 else ()
+        items.append(Item("later", readers, (), saved=kept, runs_backward=True, unit=inside))
+    return [*items, _behind(lowered)] if inside else items
 
 
 def _backward_reads(program: LocalProgram, num_entering: int) -> list[int]:

@@ -102,6 +102,8 @@ class Standing(NamedTuple):
 
     def without_gradients(self) -> Standing:
         """What a pass depends on that makes no gradients of stored tensors."""
+        if not (self.held or self.whole or self.journeys or self.home):
+            return self
         return self._replace(held=frozenset(), whole=frozenset(), journeys=(), home=())
 
     def with_gradients(self, other: Standing) -> Standing:
@@ -110,6 +112,8 @@ class Standing(NamedTuple):
 
     def after(self, ns: int) -> Standing:
         """What is left of it so much later."""
+        if not (self.ready or self.arriving or self.arrived or self.journeys or self.home):
+            return self
         return self._replace(
             ready=tuple([(value, end - ns, kind) for value, end, kind in self.ready if end > ns]),
             arriving=tuple([(unit, max(0, end - ns), size) for unit, end, size in self.arriving]),

@@ -64,6 +64,7 @@ class Player:
     _complete_at: Mapping[int, Sequence[int]]
     _share_of: Mapping[int, int]
     _moved: Collection[int]
+    returns: int = -1  # see `Part`
 
     def __init__(self, program: LocalProgram, profile: Profile, orders: Orders, overlap: Overlap) -> None:
         self.program, self.orders, self.overlap = program, orders, overlap
@@ -77,6 +78,7 @@ class Player:
         """Before a pass, with nothing under way but what the engine carries. meet: where other ranks do unlike
         work."""
         self.engine, self._kind, self._meet = engine, kind, meet
+        self._returned_ns = 0  # when the module around has returned
         self._late: list[int] = []  # buckets that go home after the pass
         self.comm_bytes: dict[str, int] = defaultdict(int)
         self.along: dict[tuple[int, str], Sent] = {}
@@ -126,6 +128,8 @@ class Player:
                 entered.add(unit)
                 self._enter(unit, visits[visits.index(unit) + 1 :][:1])
             last = self._run(number, item, "forward", self.lifetimes.forward)
+            if number == self.returns:
+                self._returned_ns = self.engine.tasks[last][3]
             if number in leaving:
                 self._copy_out(leaving[number], last)
             for unit in (unit for unit in reversed(units) if number == self.orders.last[unit]):

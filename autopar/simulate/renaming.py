@@ -33,6 +33,11 @@ class Renames:
         """What renames the tasks of a part; of the step's begin for -1."""
         return partial(self._renamed, number)
 
+    def in_last(self, tensor: str) -> str:
+        """What a tensor is called here that the last part calls so."""
+        last = len(self.parts) - 1
+        return self._names(self.parts[last].lowered.origin, last).get(tensor, tensor)
+
     def _renamed(self, number: int, name: str) -> str:
         """Word by word. A word like "2:3" means a slot of another part (`Slot.at`), or the bucket of a way that others
         began."""

@@ -77,7 +77,8 @@ class _Arrival(NamedTuple):
 
     def received(self, asked_ns: int) -> _Arrival:
         """When it is there if it is received from then on."""
-        return self._replace(time_ns=max(self.time_ns, asked_ns + self.transfer.duration_ns))
+        there_ns = asked_ns + self.transfer.duration_ns
+        return self if there_ns <= self.time_ns else self._replace(time_ns=there_ns)
 
     def hold(self, begin_ns: int) -> None:
         """The sender keeps what has not left; between stages of one submesh, nothing does before the pass begins that

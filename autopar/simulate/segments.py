@@ -1,8 +1,9 @@
 """A graph in segments that are lowered and played one after another: which of them are equal, which are new in a plan.
 
 A segment ends where no block does go on: functions, recomputed calls and gathered units each lie in one segment, or in
-the program itself. Of two equal segments, what is known of one with some placements is known of the other. What is new
-in a plan is found by comparing objects, since plans that come one after another share most of theirs.
+the program itself; but for the block around all others, where that gathers nothing again (`wrapping`). Of two equal
+segments, what is known of one with some placements is known of the other. What is new in a plan is found by comparing
+objects, since plans that come one after another share most of theirs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from autopar.ir.plan import Redistribute, StagePlan
 from autopar.ir.recompute import operator_call, tensors_again
 from autopar.ir.redistribution import Step
 from autopar.simulate.facts import GraphFacts, tensors_on_the_way
+from autopar.simulate.wrapping import NO_WRAPPER, Wrapper, leave_segments, outliving, wrapper_in
 
 ROOT_NODES = 24  # how many nodes of the program itself make a segment
 
@@ -43,7 +45,9 @@ class Segment:
     """Consecutive nodes. enters: tensors of before that this or a later one reads, a stored one if several do.
     leaves: how each of those that the next begins with comes about; made: its results; stored: stored tensors that
     no other segment reads; keeps: all that it reads; runs_again: whether anything of it, or that enters it, is computed
-    again; kind: equal of equal segments, whatever is computed again of others."""
+    again; kind: equal of equal segments, whatever is computed again of others. wrapper: the module that it is cut
+    inside of, which goes on behind it or, if it returns, ends in it; outlives: of its results, by place, those that are
+    held when that has returned."""
 
     number: int
     nodes: tuple[Node, ...]
@@ -54,17 +58,21 @@ class Segment:
     keeps: tuple[str, ...]
     runs_again: bool = True
     kind: int = -1
+    wrapper: str = ""
+    returns: bool = False
+    outlives: tuple[int, ...] = ()
 
 
 def known_segments(
     whole: Graph, graph: Graph, facts: GraphFacts, recomputed: frozenset[str], is_cut: bool = True,
-    is_split: bool = False,
+    is_split: bool = False, wrapping: str = "",
 ) -> tuple[Segment, ...]:  # fmt: skip
     """As `segments_of`, found once for a graph. whole: of all stages, which may have equal segments."""
-    key = "segments", f"{_text(recomputed)} {ROOT_NODES if is_cut else 0} {is_split and is_cut}"
+    cut = f"{ROOT_NODES} {is_split} {wrapping}" if is_cut else ""
+    key = "segments", f"{_text(recomputed)} {cut}"
     if key not in graph.found:
         kinds: dict[Hashable, int] = whole.found.setdefault(("kinds", ""), {})
-        graph.found[key] = segments_of(graph, facts, recomputed, is_cut, is_split, kinds)
+        graph.found[key] = segments_of(graph, facts, recomputed, is_cut, is_split, kinds, wrapping)
     found: tuple[Segment, ...] = graph.found[key]
     return found
 
@@ -77,19 +85,21 @@ def _text(recomputed: frozenset[str]) -> str:
 
 def segments_of(
     graph: Graph, facts: GraphFacts, recomputed: frozenset[str], is_cut: bool = True, is_split: bool = False,
-    kinds: dict[Hashable, int] | None = None,
+    kinds: dict[Hashable, int] | None = None, wrapping: str = "",
 ) -> tuple[Segment, ...]:  # fmt: skip
     """The segments of a stage's graph, or all of it as one. What the stage receives comes about in the first one, what
     it sends is read in the last one. is_split: its backward pass comes in two parts. kinds: by form, of other stages'
-    segments, too; these are added."""
+    segments, too; these are added. wrapping: the path of a module around all blocks that is cut, since nothing is
+    gathered again."""
     kinds = {} if kinds is None else kinds
     tensors = tensors_again(graph, tuple(sorted(recomputed)))
     way = tensors_on_the_way(graph) if is_split and is_cut else frozenset[str]()
-    runs = _runs(graph, facts, recomputed) if is_cut and graph.nodes else [graph.nodes]
-    while (
-        is_split and len(runs) > 1 and not _is_trained(graph, runs[0])
-    ):  # what it saves waits for a gradient of its own
-        runs[:2] = [(*runs[0], *runs[1])]
+    wrapper = wrapper_in(graph, facts, recomputed, wrapping if is_cut else "")
+    runs = _cut_runs(graph, facts, recomputed, is_split, wrapper) if is_cut else [graph.nodes]
+    held = outliving(graph, facts, wrapper, runs, (*graph.sent, *graph.outputs))
+    if held is None or (wrapper.path and leave_segments(graph, runs, tensors)):
+        wrapper, held = NO_WRAPPER, frozenset()
+        runs = _cut_runs(graph, facts, recomputed, is_split, wrapper)
     homes = {node.name: number for number, run in enumerate(runs) for node in run}
     readers = {
         name: [homes[node.name] for node, _ in uses] for name, uses in graph.consumers.items() if uses
@@ -102,8 +112,10 @@ def segments_of(
     for name in graph.received:
         last.setdefault(name, 0)
     enters = tuple(name for name in graph.inputs if name in last and name not in graph.received)
-    found = []
+    found, end = list[Segment](), 0
     for number, run in enumerate(runs):
+        begin, end = end, end + len(run)
+        around = (wrapper.goes_on(end), wrapper.returns(begin, end))
         received = graph.received if number == 0 else ()
         made = (*received, *(name for node in run for name in node.results))
         begun = tuple(name for name in shared if first[name] == number)
@@ -113,21 +125,37 @@ def segments_of(
         crossing = (name for name in (*enters, *made, *begun) if last.get(name, -1) > number)
         after = tuple(sorted(crossing, key=lambda name: -last[name]))
         leaves = tuple(places[name] for name in after)
-        ends = number == 0, number == len(runs) - 1
+        outlives = tuple(place for place, name in enumerate(made) if name in held) if around[0] else ()
+        ends = number == 0, number == len(runs) - 1, *around, outlives
         form: Hashable = ("a whole stage", len(kinds))  # like no other
-        if len(runs) > 1:
+        if len(runs) > 1 or (is_cut and graph.ends is not None):
             again = Recomputed(recomputed, tensors)
             form = _form(graph, facts, again, run, enters, leaves, (*made, *begun), stored, ends, way)
         kind = kinds.setdefault(form, len(kinds))
         keeps = tuple(dict.fromkeys(n for node in run for n in node.operands if n in graph.stored_by_tensor))
         runs_again = not tensors.isdisjoint(enters) or any(_runs_again(node, recomputed) for node in run)
-        found.append(Segment(number, run, enters, leaves, (*made, *begun), stored, keeps, runs_again, kind))
+        path = wrapper.path if any(around) else ""
+        rest = runs_again, kind, path, around[1], outlives
+        found.append(Segment(number, run, enters, leaves, (*made, *begun), stored, keeps, *rest))
         enters = after
     return tuple(found)
 
 
-def _runs(graph: Graph, facts: GraphFacts, recomputed: frozenset[str]) -> list[tuple[Node, ...]]:
-    """Cut where a unit that lies in no other begins or ends, and where the program itself has run for long."""
+def _cut_runs(
+    graph: Graph, facts: GraphFacts, recomputed: frozenset[str], is_split: bool, wrapper: Wrapper
+) -> list[tuple[Node, ...]]:  # fmt: skip
+    """The nodes of each segment. What the first ones save must not wait for a gradient of theirs."""
+    runs = _runs(graph, facts, recomputed, wrapper) if graph.nodes else [graph.nodes]
+    while is_split and len(runs) > 1 and not _is_trained(graph, runs[0]):
+        runs[:2] = [(*runs[0], *runs[1])]
+    return runs
+
+
+def _runs(
+    graph: Graph, facts: GraphFacts, recomputed: frozenset[str], wrapper: Wrapper = NO_WRAPPER
+) -> list[tuple[Node, ...]]:  # fmt: skip
+    """Cut where a unit that lies in no other but the wrapper begins or ends, and where the program itself, or that, has
+    run for long."""
     spans: dict[str, tuple[int, int]] = {}
     homes = {s.tensor: facts.block_of(s.name, recomputed) for s in graph.stored}
     seen = set[str]()
@@ -136,14 +164,15 @@ def _runs(graph: Graph, facts: GraphFacts, recomputed: frozenset[str]) -> list[t
         units |= {homes[name] for name in node.operands if name in homes and name not in seen}
         seen.update(name for name in node.operands if name in homes and _is_shared(graph, name))
         for unit in units:
-            while unit:
+            while unit and unit != wrapper.path:
                 spans[unit] = spans.get(unit, (number, number))[0], number
                 unit = facts.block_of(unit.rpartition(".")[0], recomputed)
     inside = {cut for first, last in spans.values() for cut in range(first + 1, last + 1)}
     ends = {cut for first, last in spans.values() for cut in (first, last + 1)} - inside
     runs, begin, count = list[tuple[Node, ...]](), 0, len(graph.nodes)
     for cut in range(1, count + 1):
-        if cut == count or (cut not in inside and (cut in ends or cut - begin >= ROOT_NODES)):
+        is_long = cut - begin >= ROOT_NODES and not _run_again(graph.nodes[cut - 1 : cut + 1], recomputed)
+        if cut == count or (cut not in inside and (cut in ends or is_long)):
             runs.append(graph.nodes[begin:cut])
             begin = cut
     return runs
@@ -167,9 +196,14 @@ def _runs_again(node: Node, recomputed: frozenset[str]) -> bool:
     )
 
 
+def _run_again(nodes: Sequence[Node], recomputed: frozenset[str]) -> bool:
+    """Whether operators that follow each other are computed again by themselves: together, where one block has them."""
+    return bool(recomputed) and all(operator_call(node) in recomputed for node in nodes)
+
+
 def _form(
     graph: Graph, facts: GraphFacts, again: Recomputed, nodes: tuple[Node, ...], enters: tuple[str, ...],
-    leaves: tuple[Enters, ...], made: tuple[str, ...], stored: tuple[str, ...], ends: tuple[bool, bool],
+    leaves: tuple[Enters, ...], made: tuple[str, ...], stored: tuple[str, ...], ends: Hashable,
     way: frozenset[str],
 ) -> Hashable:  # fmt: skip
     """All that lowering asks of a segment's graph, and of what is computed again there, by places instead of names: so
@@ -212,8 +246,8 @@ def _described(graph: Graph, facts: GraphFacts, name: str, prefix: str, recomput
 
 
 def _common(nodes: tuple[Node, ...]) -> str:
-    """The innermost module that all nodes are in."""
-    shared = nodes[0].scope.path
+    """The innermost module that all nodes are in; the program itself, where a stage has none."""
+    shared = nodes[0].scope.path if nodes else ()
     for node in nodes:
         pairs = zip(shared, node.scope.path, strict=False)
         same = [left == right for left, right in pairs]

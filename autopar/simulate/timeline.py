@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -326,11 +326,12 @@ class Timeline:
         busy: dict[Stream, int] = defaultdict(int)
         known: dict[int, dict[str, int]] = {}
         for lane in self.lanes:
-            for piece in lane.played:
-                if id(piece.tasks) not in known:
-                    known[id(piece.tasks)] = busy_ns(piece.tasks)
-                for stream, spent in known[id(piece.tasks)].items():
-                    busy[lane.ranks.start, stream] += spent
+            times = Counter([id(piece.tasks) for piece in lane.played])
+            for tasks in {id(piece.tasks): piece.tasks for piece in lane.played}.values():
+                if id(tasks) not in known:
+                    known[id(tasks)] = busy_ns(tasks)
+                for stream, spent in known[id(tasks)].items():
+                    busy[lane.ranks.start, stream] += spent * times[id(tasks)]
         return dict(busy)
 
     def picture(self) -> dict[str, Any]:

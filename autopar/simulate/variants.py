@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
@@ -124,16 +125,17 @@ class Variants:
         self, whole: Graph, graph: Graph, plan: StagePlan, profile: Profile, per_node: int, is_cut: bool = True,
         is_split: bool = False, overlap: Overlap = AS_EMITTED, known: KnownParts | None = None, may_split: bool = False,
         coordinates: Coordinates | None = None, others: Sequence[OtherLane] = (), in_one: bool = False,
+        wrapping: str = "",
     ) -> None:  # fmt: skip
         """graph, plan: of the stage; whole: of all stages; is_cut: into segments; is_split: the backward pass comes in
         two parts; in_one: but not of the microbatches that these are for; may_split: it does in another plan with the
         same parts; overlap: as in `PartPlayer`; known: of
-        such stages; the rest as in `Lowering`."""
+        such stages; wrapping: as in `segments_of`; the rest as in `Lowering`."""
         self.graph, self.profile, self.is_stage = graph, profile, graph.ends is not None
         self._overlap, self.known = overlap, known or KnownParts(limits=overlap.packing)
         self.slowdowns = profile.slowdowns
         facts, self._numbers = graph_facts(whole, profile.device_type), self.known.numbers
-        self.segments = known_segments(whole, graph, facts, frozenset(plan.recompute), is_cut, is_split)
+        self.segments = known_segments(whole, graph, facts, frozenset(plan.recompute), is_cut, is_split, wrapping)
         batched = {name: whole.tensors[name].shape[0] for name in batch_inputs(whole)}
         self.lowering = PartLowering(
             graph, plan, profile, per_node, facts, batched, self.known.prices, is_split or may_split, coordinates,
@@ -189,9 +191,13 @@ class Variants:
     def _lowered_parts(self, plan: StagePlan, sent: SentValues) -> list[Lowered]:
         numbers = [*self.differences.numbers(plan)]
         if self.is_stage:
-            received = tuple([(name, plan.inputs[name]) for name in self.graph.received])
-            numbers[0] = self._numbers.of((numbers[0], received))  # by name: what is sent is looked up by that
-            numbers[-1] = self._numbers.of((numbers[-1], tuple(sent.items())))
+            received = tuple([plan.inputs[name] for name in self.graph.received])
+            numbers[0] = self._numbers.of((numbers[0], received))
+            leaving_as = tuple([
+                (self._places.get(name, name), placement, is_answered)
+                for (name, placement), is_answered in sent.items()
+            ])  # fmt: skip
+            numbers[-1] = self._numbers.of((numbers[-1], leaving_as))
         before, found = self._numbers.of(self._begin(plan)), []
         for segment, number in zip(self.segments, numbers, strict=True):
             known = self.known.lowered.get((segment.kind, number, before))
@@ -228,6 +234,12 @@ class Variants:
             found.append(known[0])
             wanted = known[1]
         return found[::-1]
+
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        """Of what the stage may send, where equal last segments have the same."""
+        last = self.segments[-1]
+        return {name: place for place, name in enumerate((*last.enters, *last.made, *last.stored, *last.keeps))}
 
     # Joining ----------------------------------------
 

@@ -117,6 +117,15 @@ def test_a_stage_that_no_gradient_reaches(schedule: str) -> None:
     assert simulated_step(subject.graph, staged(subject, (1,), schedule=schedule)).step_time_ns > 0
 
 
+def test_a_stage_that_runs_no_operator() -> None:
+    """The simulator asked the first of its operators in which module all of them are."""
+    subject = chain("self.b(self.a(i0)).sum()")
+    plan = staged(subject, (1, 1), ({}, {}, {}))
+    assert not plan.stages[1].nodes
+    assert plan_problems(subject, plan) == []
+    assert simulated_step(subject.graph, plan).step_time_ns > 0
+
+
 def test_a_block_that_runs_in_a_stage_where_nothing_reads_it() -> None:
     """Its call was written with nothing on the left."""
     subject = chain("(self.b(self.twice(i0)) * i0).sum()")

@@ -88,8 +88,8 @@ def test_a_walk_is_simulated_as_a_whole_simulation_would(schedule: str) -> None:
 def test_stages_of_other_borders_share_what_is_known_of_equal_layers(
     zero: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two stages, and six, of one model on equal submeshes: a layer is lowered once for all of them, unless it is
-    beside what is received or sent."""
+    """Two stages, and six, of one model on equal submeshes: a layer is lowered once for all of them, unless it
+    receives or sends other tensors."""
     own = graph("deep gpt")
     shapes = [("1f1b", 1), ("interleaved", 3), ("gpipe", 1)]
     found = [
@@ -108,6 +108,16 @@ def test_stages_of_other_borders_share_what_is_known_of_equal_layers(
     lowered.clear()
     assert [together.timeline(plan).step_time_ns for plan in found] == [played.step_time_ns for played in apart]
     assert len(lowered) < alone
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_stages_that_receive_and_send_alike_are_lowered_and_played_once(zero: int) -> None:
+    own = graph("deep gpt")
+    plan = template_of_graph(own, FOUR, pp=2, dp=2, microbatches=2, schedule="interleaved", chunks=3, zero=zero)
+    part, profile = divided_graph(own, 2), worlds("1f1b").profile
+    first, *inner, last = (stage.joined.players for stage in Incremental(part, profile).stages(plan))
+    assert len(inner) == 4 and len(set(inner)) == 1 and not {first, last} & {*inner}
+    assert not differences(simulate_whole(part, plan, profile), Incremental(part, profile).timeline(plan))
 
 
 @pytest.mark.parametrize("in_parts", [True, False])
