@@ -3,7 +3,8 @@
 A reshape shares its operand's memory where the new dims can be stepped through with fixed strides, and copies
 otherwise: after a transpose, say. Strides are those that torch gives results: of views by their arithmetic, of
 pointwise operators in the order of their first operand's dims, of attention in that of its queries; contiguous
-everywhere else. A product of a stack of rows and a matrix reshapes the rows to a matrix first.
+everywhere else. A product of a stack of rows and a matrix reshapes the rows to a matrix first, and one of two stacks of
+matrices makes one stack of each, of as many matrices.
 """
 
 from __future__ import annotations
@@ -38,12 +39,11 @@ PRODUCTS = frozenset(["linear", "matmul"])
 
 
 class Copied(NamedTuple):
-    """The names of the nodes that copy operands: those that reshape into new memory; products whose first operand's
-    rows do not lie as those of a matrix do; and of each einsum, the operands whose dims do not. permuted: the strides
-    of tensors whose dims lie in memory in another order than theirs, or with gaps."""
+    """The names of the nodes that copy operands: those that reshape into new memory; and of each product and einsum,
+    the operands whose dims do not lie as it multiplies them. permuted: the strides of tensors whose dims lie in memory
+    in another order than theirs, or with gaps."""
 
     reshapes: frozenset[str]
-    rows: frozenset[str]
     factors: Mapping[str, tuple[int, ...]]
     permuted: Mapping[str, Strides]
 
@@ -52,11 +52,11 @@ class Copied(NamedTuple):
 def copied(graph: Graph) -> Copied:
     """What is copied in a graph."""
     strides = {name: contiguous_strides(tensor.shape) for name, tensor in graph.tensors.items()}
-    reshapes, rows, factors = set(), set(), dict[str, tuple[int, ...]]()
+    reshapes, factors = set(), dict[str, tuple[int, ...]]()
     for node in graph.nodes:
         shapes, lies = _of_operands(node, graph, strides)
-        if base_name(node.op) in PRODUCTS and copied_operands(node, shapes, lies):
-            rows.add(node.name)
+        if base_name(node.op) in PRODUCTS and (copies := copied_operands(node, shapes, lies)):
+            factors[node.name] = copies
         if base_name(node.op) == "einsum":
             factors[node.name] = copied_operands(node, shapes, lies)
             made = contiguous_strides(graph.tensors[node.results[0]].shape)
@@ -68,7 +68,7 @@ def copied(graph: Graph) -> Copied:
         elif node.operands and base_name(node.op) in RESHAPES:
             reshapes.add(node.name)
     permuted = {name: own for name, own in strides.items() if not _in_order(graph.tensors[name].shape, own)}
-    return Copied(frozenset(reshapes), frozenset(rows), factors, permuted)
+    return Copied(frozenset(reshapes), factors, permuted)
 
 
 def _of_operands(node: Node, graph: Graph, strides: Mapping[str, Strides]) -> tuple[list[Shape], list[Strides]]:
@@ -86,18 +86,26 @@ def copied_operands(
     if name == "einsum":
         return _einsum(node, shapes, strides)[0]
     if name in PRODUCTS:
-        return () if _has_rows(shapes, strides[0]) else (0,)
+        return _copied_factors(shapes[:2], strides[:2])
     if name in RESHAPES:
         return () if reshaped_strides(shapes[0], strides[0], made) is not None else (0,)
     return ()
 
 
-def copied_stacks(node: Node, shapes: Sequence[Shape], strides: Sequence[Strides]) -> tuple[int, ...]:
-    """The positions of stacks of matrices, of these shapes and strides, that a product copies: those whose dims of the
-    stack do not lie as one, such as heads that are transposed with the length (aten/src/ATen/native/LinearAlgebra.cpp,
-    _matmul_impl)."""
-    if base_name(node.op) != "matmul" or min(map(len, shapes)) < 3:
-        return ()
+def _copied_factors(shapes: Sequence[Shape], strides: Sequence[Strides]) -> tuple[int, ...]:
+    """Of two factors, those that a product copies (aten/src/ATen/native/LinearAlgebra.cpp, _matmul_impl): stacks that
+    do not lie as one, such as heads that are transposed with the length; and beside a matrix or a vector that gets a
+    gradient, the stack whose rows, or columns from the right, do not lie as those of one matrix."""
+    left, right = shapes
+    if min(len(left), len(right)) > 2:
+        return _copied_stacks(shapes, strides)
+    if len(left) > 2:
+        return () if _has_rows(left, strides[0]) else (0,)
+    turned = (*right[:-2], *right[:-3:-1]), (*strides[1][:-2], *strides[1][:-3:-1])
+    return () if len(right) < 3 or _has_rows(*turned) else (1,)
+
+
+def _copied_stacks(shapes: Sequence[Shape], strides: Sequence[Strides]) -> tuple[int, ...]:
     count = max(map(len, shapes)) - 2
     stacks = [(1,) * (count + 2 - len(shape)) + shape[:-2] for shape in shapes]
     made = tuple(map(max, *stacks))
@@ -122,11 +130,9 @@ def _in_order(shape: Shape, strides: Strides) -> bool:
     return all(size == 1 or own == other for size, own, other in zip(shape, strides, usual, strict=True))
 
 
-def _has_rows(shapes: Sequence[Shape], strides: Strides) -> bool:
-    left, right = shapes[:2]
-    if len(left) < 3 or len(right) != 2:
-        return True
-    return reshaped_strides(left, strides, (math.prod(left[:-1]), left[-1])) is not None
+def _has_rows(shape: Shape, strides: Strides) -> bool:
+    """Whether the rows of a stack lie as those of one matrix."""
+    return reshaped_strides(shape, strides, (math.prod(shape[:-1]), shape[-1])) is not None
 
 
 def _einsum(node: Node, shapes: Sequence[Shape], strides: Sequence[Strides]) -> tuple[tuple[int, ...], Strides]:

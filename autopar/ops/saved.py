@@ -7,7 +7,7 @@ Each rule gives operands and results by name, and extras that are no tensors of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from autopar.ir.graph import Graph, Node, Ref, Tensor
@@ -106,12 +106,29 @@ def factors(node: Node, graph: Graph) -> list[Saved]:
 
 def einsum_factors(node: Node, graph: Graph) -> list[Saved]:
     """Of einsum: the same, as its copy where it is copied, and products of the first operands that it multiplies on."""
+    return factors_and_copies(node, graph, copied(graph).factors.get(node.name, ()))
+
+
+def factors_and_copies(node: Node, graph: Graph, copies: Collection[int]) -> list[Saved]:
+    """Of a product or an einsum that copies the operands at these positions: each copy in place of its operand."""
+    if base_name(node.op) != "einsum":
+        wanted = ((0, node.operands[1]), (1, node.operands[0]))
+        return [_factor(node, graph, place, copies) for place, other in wanted if _differentiable(other, graph)]
     kept = factors(node, graph)
-    for position in copied(graph).factors.get(node.name, ()):
-        name = node.operands[position]
+    for name in (node.operands[position] for position in copies):
         if name in kept:
             kept[kept.index(name)] = whole_copy(graph.tensors[name])
     return [*kept, *_products_on_the_way(node, graph)]
+
+
+def _factor(node: Node, graph: Graph, position: int, copies: Collection[int]) -> Saved:
+    """What is kept of a factor. The copy of a stack of matrices that is broadcast is as long as the product's stack."""
+    tensor, stack = graph.tensors[node.operands[position]], graph.tensors[node.results[0]].shape[:-2]
+    if position not in copies:
+        return tensor.name
+    if min(len(graph.tensors[name].shape) for name in node.operands[:2]) < 3 or tensor.shape[:-2] == stack:
+        return whole_copy(tensor)
+    return Extra(node.results[0], tuple(range(len(stack))), math.prod(tensor.shape[-2:]) * tensor.itemsize)
 
 
 def _products_on_the_way(node: Node, graph: Graph) -> list[Extra]:
@@ -131,36 +148,16 @@ def _products_on_the_way(node: Node, graph: Graph) -> list[Extra]:
 
 
 def matrices(node: Node, graph: Graph) -> list[Saved]:
-    """Of linear: input and weight, each for the gradient of the other; never the bias.
+    """Of products of matrices, and of linear: both factors, each for the gradient of the other; never the bias.
 
-    An input that is copied for the product is kept as that copy.
+    One that is copied for the product is kept as that copy, wherever else it is kept too.
     """
-    left, right = node.operands[:2]
-    kept_left: Saved = whole_copy(graph.tensors[left]) if node.name in copied(graph).rows else left
-    pairs = ((kept_left, right), (right, left))
-    return [kept for kept, wanted in pairs if _differentiable(wanted, graph)]
+    return factors_and_copies(node, graph, copied(graph).factors.get(node.name, ()))
 
 
 def windows(node: Node, graph: Graph) -> list[Saved]:
     """Of a convolution: input and weight both, whichever gets a gradient: torch has one formula for all three."""
     return list(node.operands[:2])
-
-
-def broadcast_matrices(node: Node, graph: Graph) -> list[Saved]:
-    """Of products of stacks of matrices: the same; a stack that is broadcast along one of several dims is copied."""
-    kept = matrices(node, graph)
-    shapes = [graph.tensors[name].shape for name in node.operands[:2]]
-    made = graph.tensors[node.results[0]]
-    batch = made.shape[:-2]
-    if min(map(len, shapes)) < 3 or len(batch) < 2:
-        return kept
-    for name, shape in zip(node.operands, shapes, strict=False):
-        own = (1,) * (len(batch) - len(shape) + 2) + shape[:-2]
-        if name in kept and own != batch and math.prod(batch) > max(batch):
-            kept[kept.index(name)] = Extra(
-                made.name, tuple(range(len(batch))), math.prod(shape[-2:]) * graph.tensors[name].itemsize
-            )
-    return kept
 
 
 def added_matrices(node: Node, graph: Graph) -> list[Saved]:

@@ -157,7 +157,7 @@ OPERATORS: dict[str, Operator] = {
     "aten.mm.default": kinds.PRODUCT.by(Entry("m k, k n -> m n", "PR RP")),
     "aten.bmm.default": kinds.PRODUCT.by(Entry("b m k, b k n -> b m n", "PR RP")),
     "aten.baddbmm.default": kinds.PLUS_PRODUCT.by(plus_product("b m k, b k n -> b m n")),
-    "aten.matmul.default": kinds.PRODUCT.by(matmul, saved=saved.broadcast_matrices),
+    "aten.matmul.default": kinds.PRODUCT.by(matmul),
     "aten.addmm.default": kinds.PLUS_PRODUCT.by(plus_product("m k, k n -> m n")),
     "aten.addmv.default": kinds.PLUS_PRODUCT.by(plus_product("m k, k -> m")),
     "aten.addbmm.default": Operator(plus_product("b m k, b k n -> m n")),

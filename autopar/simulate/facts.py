@@ -215,10 +215,9 @@ class _StatementMemory:
             placed = self._nodes[statement.node.name]
             kind, in_bytes = self._device_type, placed.in_eight_bits
             saved = kept_values(statement.node, self._graph, placed.in_bits, kind, in_bytes)
-            saved = self._layouts.kept(statement.node, laid, saved)
-            shapes = [self._shapes.local(*value)[0] for value in statement.reads]
-            copies = self._layouts.copied_stacks(statement.node, statement.reads, shapes)
-            kept = [known[name] for name in saved if isinstance(name, str) and name not in copies]
+            if not placed.in_bits and not in_bytes:
+                saved = self._layouts.kept(statement.node, laid, saved)
+            kept = [known[name] for name in saved if isinstance(name, str)]
         return PieceStep(piece, by_itself, reads, () if shares else makes, kept, saves)
 
     def _laid(self, statement: Statement) -> tuple[Laid, bool]:

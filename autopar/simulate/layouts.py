@@ -24,12 +24,11 @@ from autopar.ops.layout import (
     contiguous_strides,
     copied,
     copied_operands,
-    copied_stacks,
     dense_strides,
     strides_of_part,
     view_strides,
 )
-from autopar.ops.saved import Saved, each_once, whole_copy
+from autopar.ops.saved import Saved, each_once, factors_and_copies
 
 COPYING = RESHAPES | PRODUCTS | {"einsum"}
 
@@ -97,17 +96,6 @@ class Layouts:
         ]
         return copied_operands(node, shapes, strides, made)
 
-    def copied_stacks(self, node: Node, values: Sequence[Hashable], shapes: Sequence[Shape]) -> tuple[str, ...]:
-        """The operands that a product copies into one stack of matrices each, and keeps as that copy."""
-        if base_name(node.op) != "matmul":
-            return ()
-        wholes = [self._graph.tensors[name].shape for name in node.operands]
-        strides = [
-            strides_of_part(whole, self._strides.get(value) or self._of_graph(name), shape)
-            for name, value, whole, shape in zip(node.operands, values, wholes, shapes, strict=True)
-        ]
-        return tuple(node.operands[position] for position in copied_stacks(node, shapes, strides))
-
     def _of_graph(self, name: str) -> Strides:
         return self._copied.permuted.get(name) or contiguous_strides(self._graph.tensors[name].shape)
 
@@ -117,15 +105,9 @@ class Layouts:
 
     def kept(self, node: Node, laid: Laid, kept: tuple[Saved, ...]) -> tuple[Saved, ...]:
         """What an operator keeps, of what it keeps in the graph: operands, or the copies that are made of them."""
-        if laid.copies is None or node.name in self._reshapes:
+        if not kept or laid.copies is None or node.name in self._reshapes:
             return kept
-        usual = self._copied.factors.get(node.name, (0,) if node.name in self._copied.rows else ())
-        other = dict[Saved, Saved]()
-        for position in {*usual} ^ {*laid.copies}:
-            name = node.operands[position]
-            copy = whole_copy(self._graph.tensors[name])
-            other |= {name: copy} if position in laid.copies else {copy: name}
-        return each_once(other.get(one, one) for one in kept)
+        return each_once(factors_and_copies(node, self._graph, laid.copies))
 
     def made(self, values: Iterable[Hashable], laid: Laid) -> None:
         """The results' keys."""

@@ -51,6 +51,19 @@ def _experts(left: Tensor, right: Tensor) -> Tensor:
     return torch.einsum("egcm,emh->egch", rows, rows[:, 0, :, :].transpose(1, 2))
 
 
+def _by_hand(groups: int) -> Operator:
+    """Attention by products of transposed heads, which are copied, and kept by the curve before them, too: they were
+    said to be kept once. groups: of heads, that share keys."""
+
+    def attend(left: Tensor, right: Tensor) -> Tensor:
+        query, key = (x.unflatten(-1, (-1, 32)).transpose(1, 2).tanh() for x in (left, right))
+        query, key = query.unflatten(1, (groups, -1)), key[:, :groups, None]
+        mixed = (query @ key.transpose(-1, -2)).softmax(-1) @ key
+        return mixed.flatten(1, 2).transpose(1, 2).flatten(2)
+
+    return attend
+
+
 ROWS = ((8, 64, 128), (8, 64, 128))
 CASES: dict[str, tuple[Operator, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "matmul": (lambda a, b: a @ b.transpose(1, 2), ROWS),
@@ -73,6 +86,9 @@ CASES: dict[str, tuple[Operator, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "attention": (_attention(), ROWS),
     "attention with a mask": (_attention(mask=True), ROWS),
     "attention in another layout": (_attention(contiguous=True), ROWS),
+    "attention by hand": (_by_hand(4), ROWS),
+    "attention by hand, of groups": (_by_hand(2), ROWS),
+    "a matrix times columns": (lambda a, b: b.tanh() @ a.tanh(), (ROWS[0], (16, 64))),
     "split and cat": (lambda a, b: torch.cat([*a.chunk(2, -1), b], -1), ROWS),
     "copying reshape": (lambda a, b: a.transpose(1, 2).reshape(-1, 64).sin() + b, (ROWS[0], (64,))),
     "convolution": (lambda a, b: F.conv2d(a, b, None, 1, 1), ((4, 16, 16, 16), (16, 16, 3, 3))),

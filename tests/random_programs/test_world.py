@@ -28,6 +28,27 @@ def test_threads_reduce_over_their_own_groups() -> None:
     assert thread_world(6).sent == [{"all_reduce": 8, "all_gather": 8}] * 6
 
 
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [("SUM", 9.0), ("AVG", 3.0), ("MAX", 4.0), ("MIN", 2.0), ("PRODUCT", 24.0)],
+)
+def test_ranks_reduce_as_they_are_asked(operation: str, expected: float) -> None:
+    """All but the greatest was once summed: means of DTensors' shards looked wrong, and least values would have."""
+
+    def reduced(rank: int) -> tuple[float, float]:
+        how, value, part = getattr(dist.ReduceOp, operation), torch.tensor(2.0 + rank), torch.empty(1)
+        dist.reduce_scatter_single(part, value.expand(3).contiguous(), op=how)
+        dist.all_reduce(value, op=how)
+        return value.item(), part.item()
+
+    assert thread_world(3).run(reduced) == [(expected, expected)] * 3
+
+
+def test_ranks_refuse_a_reduction_that_they_lack() -> None:
+    with pytest.raises(MeetingError, match="expected one of"):
+        thread_world(2).run(lambda rank: dist.all_reduce(torch.ones(1, dtype=torch.int), op=dist.ReduceOp.BAND))
+
+
 def test_a_result_is_there_only_once_it_was_waited_for() -> None:
     def early(rank: int) -> tuple[float, float]:
         value = torch.ones(())

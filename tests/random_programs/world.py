@@ -31,6 +31,22 @@ from tests.random_programs.exchange import Channel, Combine, Exchange, Meeting, 
 
 PATIENCE_S = 60.0
 OBJECTS = "gathering objects"
+REDUCTIONS: dict[Any, tuple[str, Callable[[Tensor], Tensor]]] = {  # of what the ranks bring, stacked
+    dist.ReduceOp.SUM: ("sum", lambda parts: parts.sum(0)),
+    dist.ReduceOp.AVG: ("avg", lambda parts: parts.sum(0) / len(parts)),
+    dist.ReduceOp.MAX: ("max", lambda parts: parts.amax(0)),
+    dist.ReduceOp.MIN: ("min", lambda parts: parts.amin(0)),
+    dist.ReduceOp.PRODUCT: ("product", lambda parts: parts.prod(0)),
+}
+
+
+def _reduction(options: Any) -> tuple[str, Callable[[Tensor], Tensor]]:
+    """Its name and what it makes of the ranks' tensors; one of bits, say, is never taken for a sum."""
+    asked = dist.ReduceOp.SUM if options is None else options.reduceOp
+    for operation, how in REDUCTIONS.items():
+        if asked == operation:
+            return how
+    raise NotImplementedError(f"expected one of {[name for name, _ in REDUCTIONS.values()]}, found {asked}")
 
 
 class _Here(threading.local):
@@ -109,13 +125,11 @@ class ThreadGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         (tensor,) = tensors
-        operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        name, reduced = _reduction(opts)
 
         def combine(parts: list[Tensor]) -> list[Tensor]:
-            stacked = torch.stack(parts)
-            return [stacked.amax(0) if operation == dist.ReduceOp.MAX else stacked.sum(0)] * len(parts)
+            return [reduced(torch.stack(parts))] * len(parts)
 
-        name = "max" if operation == dist.ReduceOp.MAX else "sum"
         return self._start(f"all_reduce {name}", tensor, tensor, combine)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
@@ -125,10 +139,12 @@ class ThreadGroup(dist.ProcessGroup):
         return self._start("all_gather", output, tensor, combine)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
-        def combine(parts: list[Tensor]) -> list[Tensor]:
-            return list(torch.stack(parts).sum(0).view(-1).chunk(len(parts)))
+        name, reduced = _reduction(opts)
 
-        return self._start("reduce_scatter", output, tensor, combine)
+        def combine(parts: list[Tensor]) -> list[Tensor]:
+            return list(reduced(torch.stack(parts)).view(-1).chunk(len(parts)))
+
+        return self._start(f"reduce_scatter {name}", output, tensor, combine)
 
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_sizes: list[int], sizes: list[int], opts: Any = None
