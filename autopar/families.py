@@ -221,8 +221,7 @@ class Family:
 
         Looks at a template with nothing computed again, in these numbers until it fits; then with attention or all
         computed again of as many blocks as it takes, in the number of microbatches that is estimated to be fastest: of
-        all, where none fits; of fewer, where that which fits takes much longer than it must, and they much less. Others
-        follow where they are estimated to take less than what was found.
+        all, where none fits; of fewer, where that which fits takes much longer than it must, and they much less.
         """
         first = self._in(family, _first_of(counts) if self.is_tight else counts[0])
         try:
@@ -242,18 +241,15 @@ class Family:
             if beyond_ns <= (INSTEAD_AGAIN - 1) * least_ns:
                 return least_ns
             counts = [count for count in counts if count < fitting]
-            sent_ns = known.sent_ns(fitting)
-            exposed = max(EXPOSED, (beyond_ns - max(0, sent_ns - least_ns)) / max(1, sent_ns))
+            exposed = max(EXPOSED, beyond_ns / max(1, known.sent_ns(fitting)))
         recomputations = self._recomputations(family, counts, known, exposed) if self.request.mode == "train" else []
         if fitting is None:
             self._fitting[family] = min((one.bound_ns for one in recomputations), default=_MANY)
-        elif not (recomputations and BESIDE_KNOWN * recomputations[0].least_ns < self.best_ns):
+        elif not (recomputations and BESIDE_KNOWN * recomputations[0].least_ns < self.known_ns):
             return least_ns
-        does_fit = False
         for one in recomputations:
-            if does_fit and BESIDE_KNOWN * one.least_ns >= self.best_ns:
+            if not self._is_slower(one.template, one.bound_ns) and self._recomputed(one):
                 break
-            does_fit |= not self._is_slower(one.template, one.bound_ns) and self._recomputed(one)
         return least_ns
 
     def _in(self, family: Template, count: int, recompute: str = "none") -> Template:
@@ -264,19 +260,13 @@ class Family:
 
     def _likely_ns(self, least_ns: int, ep: int = 1, count: int | None = None) -> float:
         """What a step takes if it is half as much beyond the least as those that were played with as many ranks that
-        share experts, if any do in so many microbatches: less is gathered by more ranks, and in fewer. Without shared
-        experts, in as many or fewer."""
-        told = count if ep > 1 else None
-        kinds = (
-            found for (of_ep, n), found in self._beyond.items()
-            if of_ep == ep and told in (None, n) and (count is None or n <= count)
-        )  # fmt: skip
+        share experts, if any do in so many microbatches: less is gathered by more ranks, and in fewer."""
+        kinds = (found for (of_ep, n), found in self._beyond.items() if of_ep == ep and (ep == 1 or count in (None, n)))
         return least_ns * (1 + min((times for found in kinds for times in found), default=1.0)) / 2
 
     def _is_slower(self, template: Template, least_ns: int) -> bool:
         """Whether it is likely to take longer than the best."""
-        is_one = template.ep > 1 or template.recompute != "none"  # no family, of any number of microbatches
-        if self._likely_ns(least_ns, template.ep, template.microbatches if is_one else None) < self.best_ns:
+        if self._likely_ns(least_ns, template.ep, template.microbatches) < self.best_ns:
             return False
         self._refuse(template, f"takes {least_ns:,} ns at least, the best {self.best_ns:,}")
         return True
@@ -351,7 +341,7 @@ class Family:
         self, family: Template, counts: Sequence[int], known: KnownTemplate, exposed: float
     ) -> list[_BlockRecomputation]:
         """To make a template fit by computing blocks again, the fastest first. known: of it without; exposed: the part
-        of what it sends that is waited for, besides all that takes longer than what is computed meanwhile."""
+        of what it sends that is waited for."""
         options, found = recomputable(self.graph, self.paths), list[_BlockRecomputation]()
         for kind, groups in (("block", options.attention), ("full", options.full)):
             inside = known.inside(joined(groups))
@@ -370,8 +360,7 @@ class Family:
                     first = min(every, max(1, _blocks_for(above, saved, every)))
                     own_ns = (again.least_ns - known.least_ns) // every
                     sent_ns = known.sent_ns(count) + (again.sent_ns(count) - known.sent_ns(count)) * first // every
-                    computed_ns = known.least_ns + first * own_ns
-                    least_ns = max(computed_ns, sent_ns) + round(sent_ns * exposed)
+                    least_ns = known.least_ns + first * own_ns + round(sent_ns * exposed)
                     template = self._in(family, count, kind)
                     found.append(
                         _BlockRecomputation(
